@@ -1,0 +1,33 @@
+"""The contract between the engine core and whatever runs its plans. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rocm_serve.messages import EffectiveLimits, Plan, StepResult
+
+
+class ExecutorFailed(RuntimeError):
+    """A worker died or reported an error; the executor is unusable. The message names rank and phase."""
+
+
+class Executor(Protocol):
+    """Runs plans in order and hands results back in the same order."""
+
+    depth: int  # plans that may be in flight: the number of pipeline stages
+
+    def start(self) -> EffectiveLimits:
+        """Load, allocate, warm up; block until plans may come. Raises ExecutorFailed."""
+        ...
+
+    def submit(self, plan: Plan) -> None:
+        """Queue one plan; never blocks on its result. At most `depth` unanswered plans."""
+        ...
+
+    def poll(self, timeout_s: float) -> StepResult | None:
+        """Next result in submit order, or None after `timeout_s`. Raises ExecutorFailed."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop workers and free everything. Idempotent."""
+        ...

@@ -1,0 +1,203 @@
+"""Everything that crosses a process boundary: msgspec structs, msgpack on the wire, one version for all. No pickle.
+
+Three links: server <-> core, core -> workers (plans), workers -> core (results and life signs).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rocm_serve.types import FinishReason, SamplingParams, TokenLogprob
+
+WIRE_VERSION = 1  # raised with every change of a struct below; both ends compare it before anything else
+
+
+# --- server -> core -------------------------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One choice of one API request. `request_id` is unique for the life of the server."""
+
+    request_id: str
+    prompt: tuple[int, ...]  # never empty
+    params: SamplingParams
+
+
+class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Forget these requests. Unknown ids are fine: they may just have ended. No Output follows."""
+
+    request_ids: tuple[str, ...]
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Finish what runs and waits, then stop executor and core."""
+
+
+ToCore = AddRequest | AbortRequests | Drain
+
+
+# --- core -> server -------------------------------------------------------------------------------------------------
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """News of one request. The last one has `finish_reason`."""
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # parallel to tokens, or empty
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # next slice for prompt positions 1.. (position 0 has none)
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None  # the EOS or stop id that ended it (it is the last of `tokens`)
+    error: str | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot for /metrics. Counters only grow; gauges are of this moment."""
+
+    running: int = 0
+    waiting: int = 0
+    peak_running: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    slots_used: int = 0
+    slots_total: int = 0
+    steps: int = 0
+    prefill_steps: int = 0  # steps with prompt rows only
+    decode_steps: int = 0  # steps with output rows only
+    mixed_steps: int = 0  # steps with both
+    prompt_tokens: int = 0  # prompt rows computed, recomputed ones counted again
+    generation_tokens: int = 0
+    preemptions: int = 0
+    aborted: int = 0
+    finished: int = 0
+
+
+class EffectiveLimits(msgspec.Struct, frozen=True, array_like=True):
+    """What the running server can do, each with the reason that set it ("effective limits" of the start-up report)."""
+
+    max_model_len: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    page_size: int
+    num_pages: int
+    num_slots: int
+    reasons: dict[str, str] = {}
+
+
+class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    outputs: tuple[Output, ...]
+    stats: Stats
+
+
+class CoreReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    version: int
+    limits: EffectiveLimits
+
+
+class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The engine is dead: every open request failed with this sentence, and the process will exit."""
+
+    error: str
+
+
+FromCore = Outputs | CoreReady | CoreFailed
+
+
+# --- core -> workers ------------------------------------------------------------------------------------------------
+
+
+class NewRequest(msgspec.Struct, frozen=True, array_like=True):
+    """First mention of a request: every stage keeps it until a plan's `released` names it."""
+
+    rid: int  # small integer, unique while the request lives
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """Rows [start, start + num_rows) of one request.
+
+    Rows of the prompt and rows past it are never in one Work: `recurrent` says which. Prompt rows take the chunked
+    GDN form, rows past the prompt the step-by-step form, also when a preempted request is computed again, so a
+    request's bits do not depend on its batch mates.
+    `tokens`: the tokens sampled by this request's last step (its outcome was not known to the workers before);
+    appended to the request before the rows are read. `new_pages` are appended to its page table; with start == 0 the
+    table is dropped first, and slot `slot` is cleared.
+    """
+
+    rid: int
+    start: int
+    num_rows: int
+    recurrent: bool
+    samples: bool  # the last row is the last known token: a new one comes out of it
+    slot: int
+    new_pages: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+
+class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One step of every stage. `seq` counts from 0 without a gap; a gap is fatal."""
+
+    seq: int
+    work: tuple[Work, ...]  # recurrent rows first
+    new: tuple[NewRequest, ...] = ()
+    released: tuple[int, ...] = ()  # ended or aborted: forget them before this step
+
+
+class AllocateCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Sent once, after every worker has reported its budget."""
+
+    num_pages: int
+    num_slots: int  # without the dummy slot 0: real slots are 1..num_slots
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+ToWorker = Plan | AllocateCache | Shutdown
+
+
+# --- workers -> core ------------------------------------------------------------------------------------------------
+
+
+class WorkerLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Weights are in place; what is left for caches on this rank, and what a page and a slot cost here."""
+
+    rank: int
+    version: int
+    cache_bytes: int
+    page_bytes: int
+    slot_bytes: int
+
+
+class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Caches allocated, edges warmed: plans may come."""
+
+    rank: int
+
+
+class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    rank: int
+    phase: str
+    error: str
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """Outcome of one Work. `accepted` is len(tokens) today; drafting will make the two differ."""
+
+    rid: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    accepted: int = 0
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From TP rank 0 of the last stage only. Works without an outcome are left out of `sampled`."""
+
+    seq: int
+    sampled: tuple[Sampled, ...]
+
+
+FromWorker = WorkerLoaded | WorkerReady | WorkerFailed | StepResult

@@ -1,0 +1,68 @@
+"""What a step looks like to layers and ops: rows of several sequences, laid one after the other.
+
+Letters: T rows in the batch (padded), N real rows, B sequences with rows in this step, P pages of a table.
+Sequences whose rows are past their prompt (recurrent) come first, those with prompt rows after them.
+Host copies (tuples of int) stand beside the device tensors: the CPU reference walks them, GPU kernels read tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The B sequences of one step, or a contiguous run of them."""
+
+    row_starts: tuple[int, ...]  # B + 1 entries: sequence b owns rows [row_starts[b], row_starts[b + 1])
+    contexts: tuple[int, ...]  # B entries: tokens already cached before its first row (= that row's position)
+    slots: tuple[int, ...]  # B entries: GDN state slot, 1-based; 0 is the dummy
+    num_recurrent: int  # the first `num_recurrent` sequences are past their prompt
+    row_starts_B1: torch.Tensor  # int32, same values on the device
+    contexts_B: torch.Tensor  # int32
+    slots_B: torch.Tensor  # int32
+    page_table_BP: torch.Tensor  # int32, page ids of each sequence, rest undefined
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.contexts)
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_starts[-1]
+
+    @property
+    def num_recurrent_rows(self) -> int:
+        return self.row_starts[self.num_recurrent]
+
+
+@dataclass(slots=True)
+class StageCache:
+    """This stage's device state. Keys are global layer indices (the draft layer uses its own key, -1).
+
+    KV: NHD pages [pages, page_size, kv_heads_local, head_dim]. Conv: the last three pre-conv rows,
+    [slots + 1, 3, channels_local], oldest first. SSM: fp32, V-major [slots + 1, Hv_local, dv, dk].
+    """
+
+    page_size: int
+    k_pages: dict[int, torch.Tensor]
+    v_pages: dict[int, torch.Tensor]
+    conv: dict[int, torch.Tensor]
+    ssm: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step as the model sees it. Rows N..T are padding: token 0, position 0, ignored by every sequence op."""
+
+    token_ids_T: torch.Tensor  # int64
+    positions_T: torch.Tensor  # int64
+    kv_index_N: torch.Tensor  # int64: page * page_size + offset where each real row's K and V go
+    sequences: Sequences
+    cache: StageCache
+
+    @property
+    def num_rows(self) -> int:
+        return self.sequences.num_rows

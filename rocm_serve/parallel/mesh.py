@@ -1,0 +1,56 @@
+"""Which rank sits where: world = pipeline stages x tensor-parallel ranks. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks are numbered stage by stage: rank = stage * tp + tp_rank, so that a stage is a whole node by default."""
+
+    tp: int
+    pp: int
+    ep: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp
+
+    def coord(self, rank: int) -> Coord:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is not in 0..{self.world - 1} (tp {self.tp} x pp {self.pp})")
+        return Coord(rank=rank, tp_rank=rank % self.tp, stage=rank // self.tp, mesh=self)
+
+    def tp_group(self, stage: int) -> tuple[int, ...]:
+        return tuple(range(stage * self.tp, (stage + 1) * self.tp))
+
+
+@dataclass(frozen=True, slots=True)
+class Coord:
+    rank: int
+    tp_rank: int
+    stage: int
+    mesh: Mesh
+
+    @property
+    def first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.stage == self.mesh.pp - 1
+
+
+def split_layers(num_layers: int, pp: int) -> tuple[range, ...]:
+    """Cut layers into `pp` consecutive stages of equal size; the first stages take the remainder."""
+    if not 1 <= pp <= num_layers:
+        raise ValueError(f"{num_layers} layers cannot be cut into {pp} stages; legal: 1..{num_layers}")
+    base, more = divmod(num_layers, pp)
+    stages = []
+    start = 0
+    for stage in range(pp):
+        end = start + base + (stage < more)
+        stages.append(range(start, end))
+        start = end
+    return tuple(stages)
