@@ -1,7 +1,7 @@
-"""What the user did wrong, said in one line."""
+"""The error that is the user's to mend. A leaf."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """A wish that cannot be met. The message names what was wrong and what is legal; the CLI exits with 2."""
+    """A wish that cannot be met: one line, in the user's words, with the legal values. The CLI exits with code 2."""

@@ -34,6 +34,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_running_requests: int = 64
     max_queued_requests: int = 4096
     max_model_len: int | None = None  # None: what the model allows
+    max_total_tokens: int | None = None  # tokens the KV pages may hold over all requests; None: what memory allows
     mem_fraction: float = 0.5
     load_format: Literal["auto", "dummy"] = "auto"
     enforce_eager: bool = False
@@ -75,4 +76,5 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     torch_threads: int  # per worker
     run_dir: str  # sockets and logs of this run
+    max_total_tokens: int | None = None  # a cap below what memory allows, or None
     reasons: dict[str, str] = {}
