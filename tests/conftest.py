@@ -1,0 +1,5 @@
+"""Fixtures and plugins for every test."""
+
+from __future__ import annotations
+
+pytest_plugins = ["pytester", "tests.skip_gate"]

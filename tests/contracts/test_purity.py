@@ -1,0 +1,56 @@
+"""Planning code loads no torch: seen in a fresh interpreter, because an __init__ file can load what no import names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PURE_PACKAGES = ["config", "tokens", "engine", "server"]
+PURE_MODULES = [
+    "types",
+    "messages",
+    "errors",
+    "version",
+    "cli",
+    "supervisor",
+    "executor.api",
+    "executor.memory",
+    "executor.multiproc",
+    "parallel.layout",
+    "parallel.mesh",
+    "platform.facts",
+    "platform.probe",
+    "checkpoint.rules",
+    "models.qwen3_5.spec",
+    "diagnostics.plan",
+]
+BANNED = ["torch", "triton", "transformers", "aiter", "mori"]
+
+SCRIPT = """
+import importlib, pkgutil, sys
+names = sys.argv[1].split(",")
+for name in names:
+    module = importlib.import_module(name)
+    for info in pkgutil.walk_packages(getattr(module, "__path__", []), name + "."):
+        importlib.import_module(info.name)
+print(",".join(sorted(name for name in {banned!r} if name in sys.modules)))
+"""
+
+
+def loaded_by(name: str) -> str:
+    """Import a module (and all below it) in a fresh interpreter; return which banned packages that loaded."""
+    script = SCRIPT.format(banned=BANNED)
+    run = subprocess.run([sys.executable, "-c", script, name], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.mark.parametrize("name", PURE_PACKAGES + PURE_MODULES)
+def test_importing_a_pure_module_loads_no_torch(name: str) -> None:
+    assert loaded_by(f"rocm_serve.{name}") == ""
+
+
+def test_the_check_sees_torch_where_it_is() -> None:
+    assert loaded_by("rocm_serve.ops.batch") == "torch"
