@@ -1,0 +1,78 @@
+"""The shapes of everything a stage keeps between steps, told once: allocation and byte counts both read this.
+
+Pure. Letters as in `ops.batch.StageCache`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from rocm_serve.parallel.mesh import Coord, split_layers
+
+if TYPE_CHECKING:
+    from rocm_serve.models.qwen3_5.spec import ModelFacts
+
+CACHE_ITEMSIZE = {"float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
+SSM_ITEMSIZE = 4  # the recurrent state is float32 whatever the model's dtype
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayout:
+    """What one rank of one stage caches. Per-page and per-slot shapes leave out the leading page or slot dimension."""
+
+    kv_layers: tuple[int, ...]  # global indices of this stage's full-attention layers
+    gdn_layers: tuple[int, ...]  # global indices of this stage's GDN layers
+    page_size: int
+    kv_heads: int  # local
+    head_dim: int
+    conv_rows: int
+    conv_channels: int  # local: q, k and v
+    value_heads: int  # local
+    value_dim: int
+    key_dim: int
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """NHD: [page_size, kv_heads_local, head_dim], once for K and once for V in every full-attention layer."""
+        return (self.page_size, self.kv_heads, self.head_dim)
+
+    @property
+    def conv_shape(self) -> tuple[int, ...]:
+        """[rows, channels_local], oldest row first."""
+        return (self.conv_rows, self.conv_channels)
+
+    @property
+    def ssm_shape(self) -> tuple[int, ...]:
+        """V-major: [Hv_local, dv, dk]."""
+        return (self.value_heads, self.value_dim, self.key_dim)
+
+    def page_bytes(self, kv_itemsize: int) -> int:
+        """Bytes of one page over all layers of this rank."""
+        return 2 * len(self.kv_layers) * prod(self.page_shape) * kv_itemsize
+
+    def slot_bytes(self, conv_itemsize: int) -> int:
+        """Bytes of one slot over all layers of this rank."""
+        one = prod(self.conv_shape) * conv_itemsize + prod(self.ssm_shape) * SSM_ITEMSIZE
+        return len(self.gdn_layers) * one
+
+
+def stage_layout(facts: ModelFacts, coord: Coord, page_size: int) -> StageLayout:
+    """Describe the caches of one rank. With more ranks than KV heads a head is held by several of them."""
+    tp = coord.mesh.tp
+    layers = split_layers(facts.num_layers, coord.mesh.pp)[coord.stage]
+    key_heads, value_heads = facts.linear_num_key_heads // tp, facts.linear_num_value_heads // tp
+    key_dim, value_dim = facts.linear_key_head_dim, facts.linear_value_head_dim
+    return StageLayout(
+        kv_layers=tuple(i for i in layers if facts.layer_types[i] == "full_attention"),
+        gdn_layers=tuple(i for i in layers if facts.layer_types[i] != "full_attention"),
+        page_size=page_size,
+        kv_heads=max(1, facts.num_kv_heads // tp),
+        head_dim=facts.head_dim,
+        conv_rows=facts.conv_kernel - 1,
+        conv_channels=2 * key_heads * key_dim + value_heads * value_dim,
+        value_heads=value_heads,
+        value_dim=value_dim,
+        key_dim=key_dim,
+    )

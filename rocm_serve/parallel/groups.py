@@ -1,0 +1,72 @@
+"""The only maker of process groups: who talks to whom, over gloo (CPU) or RCCL/NCCL (GPU)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from rocm_serve.parallel.comm import Comm, GlooComm, NcclComm, SoloComm
+from rocm_serve.parallel.mesh import Coord
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeGroup:
+    """The two ends of one pipeline edge and a communicator of their own."""
+
+    group: dist.ProcessGroup
+    peer: int  # global rank at the other end
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What one rank can talk to."""
+
+    tp: Comm
+    from_previous: EdgeGroup | None  # None on the first stage
+    to_next: EdgeGroup | None  # None on the last stage
+
+
+def make_groups(coord: Coord, *, gpu: bool, init_addr: str, timeout_s: float) -> Groups:
+    """Join the world at `init_addr` (host:port of rank 0's TCPStore) and make this rank's groups.
+
+    Every rank makes every group in the same order, as torch.distributed asks. One rank needs no world at all.
+    Errors: torch.distributed's own when a peer does not appear within `timeout_s`.
+    """
+    mesh = coord.mesh
+    if mesh.world == 1:
+        return Groups(tp=SoloComm(), from_previous=None, to_next=None)
+    timeout = timedelta(seconds=timeout_s)
+    host, _, port = init_addr.rpartition(":")
+    store = dist.TCPStore(host.strip("[]"), int(port), mesh.world, is_master=coord.rank == 0, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=coord.rank, world_size=mesh.world, timeout=timeout)
+    backend = "nccl" if gpu else "gloo"
+
+    def make(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+        return group if coord.rank in ranks else None
+
+    tp: Comm = SoloComm()
+    if mesh.tp > 1:
+        groups = [make(mesh.tp_group(stage)) for stage in range(mesh.pp)]
+        mine = groups[coord.stage]
+        assert mine is not None
+        tp = NcclComm(mine) if gpu else GlooComm(mine)
+    from_previous = to_next = None
+    for stage in range(mesh.pp - 1):
+        for tp_rank in range(mesh.tp):
+            source = mesh.tp_group(stage)[tp_rank]
+            target = mesh.tp_group(stage + 1)[tp_rank]
+            edge = make((source, target))
+            if edge is not None and coord.rank == source:
+                to_next = EdgeGroup(edge, target)
+            elif edge is not None:
+                from_previous = EdgeGroup(edge, source)
+    return Groups(tp=tp, from_previous=from_previous, to_next=to_next)
+
+
+def leave_groups() -> None:
+    """Leave the world, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
