@@ -1,0 +1,192 @@
+"""(wishes, model facts, machine facts) -> Resolved: every "auto" decided here, each with its reason. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rocm_serve.config.load import flag_name
+from rocm_serve.config.schema import DeviceName, DtypeName, KvDtypeName, Resolved, ServeConfig
+from rocm_serve.errors import UserError
+from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, stage_params
+from rocm_serve.parallel.mesh import Mesh, split_layers
+from rocm_serve.platform.facts import Platform
+
+MAX_PORT = 65535
+MAX_PAGE_SIZE = 256
+MAX_SEED = 2**63 - 1
+
+
+def check_wishes(config: ServeConfig) -> None:
+    """Refuse what is illegal for any model on any machine.
+
+    Errors: UserError naming the flag and its legal values.
+    """
+    _within(config, "port", 0, MAX_PORT)
+    _within(config, "seed", 0, MAX_SEED)
+    for field in ("tp", "pp", "ep", "nnodes", "dist_timeout", "chunked_prefill_size", "page_size"):
+        _within(config, field, 1, None)
+    for field in ("max_running_requests", "max_queued_requests", "max_model_len", "max_total_tokens"):
+        if getattr(config, field) is not None:
+            _within(config, field, 1, None)
+    if config.page_size > MAX_PAGE_SIZE or config.page_size & (config.page_size - 1):
+        raise UserError(f"--page-size {config.page_size}: legal: powers of two from 1 to {MAX_PAGE_SIZE}")
+    if not 0 < config.mem_fraction <= 1:
+        raise UserError(f"--mem-fraction {config.mem_fraction}: legal: above 0, up to 1")
+    if not config.model:
+        raise UserError("--model is empty; legal: the folder of a checkpoint")
+    if config.ep > 1:
+        raise UserError(f"--ep {config.ep} is refused until the expert-parallel path lands; legal: 1")
+    if config.nnodes > 1:
+        raise UserError(f"--nnodes {config.nnodes} is refused until serving over several hosts lands; legal: 1")
+    if config.node_rank != 0:
+        raise UserError(f"--node-rank {config.node_rank}: legal with --nnodes 1: 0")
+    if config.dist_init_addr is not None:
+        host, colon, port = config.dist_init_addr.rpartition(":")
+        if not (host and colon and port.isdigit() and 0 < int(port) <= MAX_PORT):
+            raise UserError(f"--dist-init-addr {config.dist_init_addr!r}: legal: HOST:PORT, port 1..{MAX_PORT}")
+
+
+def check_degrees(config: ServeConfig, facts: ModelFacts) -> None:
+    """Refuse tensor- and pipeline-parallel degrees that would cut what must stay whole.
+
+    Errors: UserError naming the legal degrees.
+    """
+    if not 1 <= config.pp <= facts.num_layers:
+        raise UserError(f"--pp {config.pp}: {facts.num_layers} layers cannot be cut so; legal: 1..{facts.num_layers}")
+    mesh = Mesh(config.tp, config.pp)
+    for stage in range(config.pp):
+        coord = mesh.coord(stage * config.tp)
+        stage_params(facts, coord, formats=ConfigFormats(facts), mtp=False)
+
+
+def resolve(
+    config: ServeConfig,
+    facts: ModelFacts,
+    platform: Platform,
+    *,
+    vocab_used: int,
+    run_dir: str,
+    free_port: Callable[[], int],
+) -> Resolved:
+    """Decide everything that was left open.
+
+    `vocab_used` is one above the highest id the tokenizer knows. `free_port` is asked only when the ranks of this
+    host need a place to meet and none was given.
+    Errors: UserError naming the flag and its legal values.
+    """
+    check_wishes(config)
+    check_degrees(config, facts)
+    reasons: dict[str, str] = {}
+    device = _device(config, platform, reasons)
+    workers = config.tp * config.pp
+    if device != "cpu" and workers > platform.num_gpus:
+        raise UserError(
+            f"--tp {config.tp} x --pp {config.pp} needs {workers} GPUs, this host has {platform.num_gpus};"
+            f" legal: products up to {platform.num_gpus}"
+        )
+    if not 0 < vocab_used <= facts.vocab_size:
+        raise UserError(
+            f"the tokenizer knows ids up to {vocab_used - 1}, the model has {facts.vocab_size} rows for them"
+        )
+    dtype = _dtype(config, facts, device, reasons)
+    return Resolved(
+        model=config.model,
+        served_model_name=_name(config, reasons),
+        host=config.host,
+        port=config.port,
+        tp=config.tp,
+        pp=config.pp,
+        ep=config.ep,
+        nnodes=config.nnodes,
+        node_rank=config.node_rank,
+        dist_init_addr=_dist_init_addr(config, workers, free_port, reasons),
+        dist_timeout=config.dist_timeout,
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=_kv_dtype(config, dtype, reasons),
+        page_size=config.page_size,
+        chunked_prefill_size=config.chunked_prefill_size,
+        max_running_requests=config.max_running_requests,
+        max_queued_requests=config.max_queued_requests,
+        max_model_len=_max_model_len(config, facts, reasons),
+        max_total_tokens=config.max_total_tokens,
+        mem_fraction=config.mem_fraction,
+        load_format=config.load_format,
+        enforce_eager=config.enforce_eager,
+        op=config.op,
+        seed=config.seed,
+        log_level=config.log_level,
+        vocab_size=facts.vocab_size,
+        vocab_used=vocab_used,
+        eos_token_ids=facts.eos_token_ids,
+        torch_threads=_threads(platform, workers, reasons),
+        run_dir=run_dir,
+        reasons=reasons,
+    )
+
+
+def _within(config: ServeConfig, field: str, least: int, most: int | None) -> None:
+    value = getattr(config, field)
+    if value < least or (most is not None and value > most):
+        legal = f"{least} or more" if most is None else f"{least}..{most}"
+        raise UserError(f"{flag_name(field)} {value}: legal: {legal}")
+
+
+def _name(config: ServeConfig, reasons: dict[str, str]) -> str:
+    if config.served_model_name is not None:
+        return config.served_model_name
+    reasons["served_model_name"] = "the path of --model, as given"
+    return config.model
+
+
+def _device(config: ServeConfig, platform: Platform, reasons: dict[str, str]) -> DeviceName:
+    if config.device == "auto":
+        reasons["device"] = f"auto: this host is {platform.describe()}"
+        return platform.device
+    if config.device != platform.device:
+        raise UserError(f"--device {config.device}: this host has {platform.device}; legal: auto, {platform.device}")
+    return config.device
+
+
+def _dtype(config: ServeConfig, facts: ModelFacts, device: DeviceName, reasons: dict[str, str]) -> DtypeName:
+    if config.dtype != "auto":
+        return config.dtype
+    if device == "cpu":
+        reasons["dtype"] = "auto: a CPU without native bf16 multiplies bf16 matrices about 8 times slower than float32"
+        return "float32"
+    reasons["dtype"] = f"auto: config.json asks for {facts.dtype}"
+    return facts.dtype
+
+
+def _kv_dtype(config: ServeConfig, dtype: DtypeName, reasons: dict[str, str]) -> KvDtypeName:
+    if config.kv_cache_dtype != "auto":
+        return config.kv_cache_dtype
+    reasons["kv_cache_dtype"] = "auto: that of the model's activations, so caching changes no bit"
+    return dtype
+
+
+def _max_model_len(config: ServeConfig, facts: ModelFacts, reasons: dict[str, str]) -> int:
+    if config.max_model_len is None:
+        reasons["max_model_len"] = "auto: the positions that config.json allows"
+        return facts.max_position
+    if config.max_model_len > facts.max_position:
+        raise UserError(f"--max-model-len {config.max_model_len}: the model allows 1..{facts.max_position} positions")
+    return config.max_model_len
+
+
+def _dist_init_addr(config: ServeConfig, workers: int, free_port: Callable[[], int], reasons: dict[str, str]) -> str:
+    if config.dist_init_addr is not None:
+        return config.dist_init_addr
+    if workers == 1:
+        reasons["dist_init_addr"] = "one worker has nobody to meet"
+        return ""
+    reasons["dist_init_addr"] = "auto: all workers are on this host; a free port"
+    return f"127.0.0.1:{free_port()}"
+
+
+def _threads(platform: Platform, workers: int, reasons: dict[str, str]) -> int:
+    threads = max(1, platform.cores // workers)
+    reasons["torch_threads"] = f"{platform.cores} cores / {workers} workers"
+    if workers > platform.cores:
+        reasons["torch_threads"] += ": fewer cores than workers, they take turns"
+    return threads
