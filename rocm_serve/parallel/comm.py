@@ -106,22 +106,28 @@ class ThreadComm:
         return sum_in_rank_order(self.all_gather(x))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self._shared.exchange(self.rank, x)
+        stacked = self._shared.exchange(self.rank, x)
+        assert stacked is not None
+        return stacked
 
 
 class _Meeting:
+    """Where simulated ranks meet. A rank that is through with its body brings None, once."""
+
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size)
-        self._slots: list[torch.Tensor | None] = [None] * size
+        self._brought: list[torch.Tensor | None] = [None] * size
 
-    def exchange(self, rank: int, x: torch.Tensor) -> torch.Tensor:
-        self._slots[rank] = x
+    def exchange(self, rank: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        self._brought[rank] = x
         self.barrier.wait()
-        parts = [part for part in self._slots if part is not None]
+        parts = [part for part in self._brought if part is not None]
+        if len(parts) not in (0, self.size):
+            raise AssertionError("the ranks did not make the same number of collective calls")
         shapes = {(tuple(part.shape), part.dtype) for part in parts}
-        assert len(parts) == self.size and len(shapes) == 1, f"ranks met with different tensors: {shapes}"
-        out = torch.stack(parts)
+        assert len(shapes) <= 1, f"the ranks met with different tensors: {shapes}"
+        out = torch.stack(parts) if parts else None
         self.barrier.wait()
         return out
 
@@ -129,7 +135,7 @@ class _Meeting:
 def run_ranks(size: int, body: Callable[[ThreadComm], R]) -> list[R]:
     """Run `body` once per simulated rank, each in its own thread; return the results in rank order.
 
-    Errors: the first rank's own exception is raised here; ranks that wait for it are set free.
+    Errors: the first failing rank's own exception is raised here; ranks that wait for it are set free.
     """
     shared = _Meeting(size)
     results: dict[int, R] = {}
@@ -137,14 +143,14 @@ def run_ranks(size: int, body: Callable[[ThreadComm], R]) -> list[R]:
 
     def one(rank: int) -> None:
         try:
-            results[rank] = body(ThreadComm(rank, shared))
+            result = body(ThreadComm(rank, shared))
+            shared.exchange(rank, None)
+            results[rank] = result
         except threading.BrokenBarrierError:
             return  # another rank failed first and its error is in the list
         except BaseException as error:
             errors.append(error)
-        finally:
-            if rank not in results:
-                shared.barrier.abort()
+            shared.barrier.abort()
 
     threads = [threading.Thread(target=one, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
     for thread in threads:
@@ -153,7 +159,6 @@ def run_ranks(size: int, body: Callable[[ThreadComm], R]) -> list[R]:
         thread.join()
     if errors:
         raise errors[0]
-    assert len(results) == size, "the ranks did not make the same number of collective calls"
     return [results[rank] for rank in range(size)]
 
 

@@ -1,0 +1,186 @@
+"""The byte budget: what a step, a page and a slot cost, and how many pages and slots every rank can afford. Pure.
+
+Units: bytes unless a name says otherwise. Nothing here asks the machine: free bytes come in as an int.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+from rocm_serve.cache.layout import CACHE_ITEMSIZE, StageLayout, stage_layout
+from rocm_serve.config.schema import Resolved
+from rocm_serve.errors import UserError
+from rocm_serve.messages import EffectiveLimits, WorkerLoaded
+from rocm_serve.models.qwen3_5.spec import ModelFacts
+from rocm_serve.parallel.layout import Param, local_bytes, local_shape
+from rocm_serve.parallel.mesh import Coord, Mesh
+
+CPU_ROW_MULTIPLE = 32  # with rows padded to this, CPU GEMMs give a row the same bits in every batch
+SCORED_ROWS = 256  # prompt rows whose logits exist at one time
+
+
+def row_multiple(resolved: Resolved) -> int:
+    """Say to what multiple a step's rows are padded."""
+    return CPU_ROW_MULTIPLE if resolved.device == "cpu" else 1
+
+
+def padded(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple
+
+
+def human(nbytes: float) -> str:
+    """Write bytes as people read them."""
+    for unit in ("bytes", "KB", "MB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.3g} {unit}" if unit != "bytes" else f"{int(nbytes)} bytes"
+        nbytes /= 1000
+    return f"{nbytes:.4g} GB"
+
+
+def layout_of(facts: ModelFacts, coord: Coord, resolved: Resolved) -> StageLayout:
+    return stage_layout(facts, coord, resolved.page_size)
+
+
+def page_bytes(facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
+    """Bytes of one KV page on this rank: K and V of every full-attention layer of its stage."""
+    return layout_of(facts, coord, resolved).page_bytes(CACHE_ITEMSIZE[resolved.kv_cache_dtype])
+
+
+def slot_bytes(facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
+    """Bytes of one slot on this rank: conv rows and SSM state of every GDN layer of its stage."""
+    return layout_of(facts, coord, resolved).slot_bytes(CACHE_ITEMSIZE[resolved.dtype])
+
+
+def weight_bytes(params: Mapping[str, Param], coord: Coord, resolved: Resolved) -> int:
+    """Bytes of this rank's parameters."""
+    itemsize = CACHE_ITEMSIZE[resolved.dtype]
+    return sum(local_bytes(p, coord.mesh.tp, coord.tp_rank, model_itemsize=itemsize) for p in params.values())
+
+
+def step_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
+    """Bound the memory that one step holds beside weights and caches.
+
+    Rows: `chunked_prefill_size` of them, each with a few streams of the hidden size and the widest inner layer in
+    float32. The last stage adds the logits of every running request and of one slice of scored prompt rows, with
+    the copies that sorting them takes. In bfloat16 the CPU's linear layers hold one weight in float32.
+    """
+    tp, tp_rank = coord.mesh.tp, coord.tp_rank
+    shapes = [local_shape(p, tp, tp_rank) for name, p in params.items() if not name.endswith("embed_tokens.weight")]
+    matrices = [s for s in shapes if len(s) >= 2]
+    widest = max((s[-2] for s in matrices), default=0)
+    rows = padded(resolved.chunked_prefill_size + resolved.max_running_requests, CPU_ROW_MULTIPLE)
+    total = rows * 4 * (6 * facts.hidden_size + 3 * widest * max(1, facts.top_k))
+    if coord.last_stage:
+        vocab_local = -(-facts.vocab_size // tp)
+        total += (3 * padded(resolved.max_running_requests, CPU_ROW_MULTIPLE) + 2 * SCORED_ROWS) * vocab_local * 4
+    if resolved.device == "cpu" and resolved.dtype == "bfloat16":
+        total += 4 * max((prod(s[-2:]) for s in matrices), default=0)
+    return total
+
+
+def cpu_memory(free_bytes: int, resolved: Resolved) -> int:
+    """Share of free RAM that one worker may use in all."""
+    local_workers = resolved.tp * resolved.pp // resolved.nnodes
+    return int(free_bytes * resolved.mem_fraction) // max(1, local_workers)
+
+
+def bytes_for_caches(rank: int, allowed: int, weights: int, step: int) -> int:
+    """What is left of `allowed` for pages and slots.
+
+    Errors: UserError when the model itself does not fit.
+    """
+    left = allowed - weights - step
+    if left <= 0:
+        raise UserError(
+            f"the model does not fit: rank {rank} may use {human(allowed)} (--mem-fraction), but its weights take"
+            f" {human(weights)} and one step up to {human(step)}; raise --mem-fraction, --tp or --pp,"
+            f" or lower --chunked-prefill-size or --max-running-requests"
+        )
+    return left
+
+
+def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> EffectiveLimits:
+    """Turn every rank's budget into one number of pages and slots: the least that any rank affords.
+
+    Every rank first keeps the pages of one request of `max_model_len`; slots take what remains, but at most half of
+    the rank's cache memory unless a single slot needs more; pages take the rest, up to what all slots together can
+    use or `max_total_tokens`. One slot more than `num_slots` is paid for: the dummy.
+    Errors: UserError when one request of full length does not fit, or wishes contradict each other.
+    """
+    assert budgets
+    page_size, length = resolved.page_size, resolved.max_model_len
+    least_pages = -(-length // page_size)
+    mesh = Mesh(tp=resolved.tp, pp=resolved.pp, ep=resolved.ep)
+    if resolved.max_total_tokens is not None and resolved.max_total_tokens // page_size < least_pages:
+        raise UserError(
+            f"--max-total-tokens {resolved.max_total_tokens} holds no request of --max-model-len {length};"
+            f" legal: at least {least_pages * page_size}"
+        )
+    for budget in budgets:
+        _check_one_request(budget, least_pages, page_size, length)
+    slots, slots_why = _least(
+        [(resolved.max_running_requests, f"--max-running-requests {resolved.max_running_requests}")]
+        + [(_slots_afforded(b, least_pages), _blame(b, mesh, "a slot", b.slot_bytes)) for b in budgets]
+    )
+    useful = slots * least_pages
+    wishes = [(useful, f"what {slots} requests of {length} tokens can use")]
+    if resolved.max_total_tokens is not None:
+        wishes.append((resolved.max_total_tokens // page_size, f"--max-total-tokens {resolved.max_total_tokens}"))
+    pages, pages_why = _least(wishes + list(_pages_afforded(budgets, mesh, slots)))
+    running_why = resolved.reasons.get("max_running_requests", "--max-running-requests")
+    if slots < resolved.max_running_requests:
+        running_why = f"lowered from {resolved.max_running_requests}: {slots_why}"
+    return EffectiveLimits(
+        max_model_len=length,
+        max_running_requests=slots,
+        chunked_prefill_size=resolved.chunked_prefill_size,
+        page_size=page_size,
+        num_pages=pages,
+        num_slots=slots,
+        reasons={
+            "max_model_len": resolved.reasons.get("max_model_len", "--max-model-len"),
+            "max_running_requests": running_why,
+            "chunked_prefill_size": resolved.reasons.get("chunked_prefill_size", "--chunked-prefill-size"),
+            "page_size": resolved.reasons.get("page_size", "--page-size"),
+            "num_pages": f"{pages * page_size} tokens of KV: {pages_why}",
+            "num_slots": slots_why,
+        },
+    )
+
+
+def _least(limits: Iterable[tuple[int, str]]) -> tuple[int, str]:
+    return min(limits, key=lambda limit: limit[0])
+
+
+def _blame(budget: WorkerLoaded, mesh: Mesh, what: str, cost: int) -> str:
+    stage = mesh.coord(budget.rank).stage
+    return f"memory of rank {budget.rank} (stage {stage}): {human(budget.cache_bytes)} for caches, {what} {human(cost)}"
+
+
+def _check_one_request(budget: WorkerLoaded, least_pages: int, page_size: int, length: int) -> None:
+    need = least_pages * budget.page_bytes + 2 * budget.slot_bytes
+    if need <= budget.cache_bytes:
+        return
+    left = budget.cache_bytes - 2 * budget.slot_bytes
+    fits = left // budget.page_bytes * page_size if budget.page_bytes and left > 0 else 0
+    advice = f"--max-model-len {fits} fits" if fits else "raise --mem-fraction, --tp or --pp"
+    raise UserError(
+        f"one request of {length} tokens does not fit: it needs {human(need)} of caches on rank {budget.rank},"
+        f" which has {human(budget.cache_bytes)}; {advice}"
+    )
+
+
+def _slots_afforded(budget: WorkerLoaded, least_pages: int) -> int:
+    if budget.slot_bytes == 0:
+        return 1 << 30
+    beside_pages = (budget.cache_bytes - least_pages * budget.page_bytes) // budget.slot_bytes - 1
+    in_half = budget.cache_bytes // 2 // budget.slot_bytes - 1
+    return max(1, min(beside_pages, in_half))
+
+
+def _pages_afforded(budgets: Sequence[WorkerLoaded], mesh: Mesh, slots: int) -> Iterable[tuple[int, str]]:
+    for budget in budgets:
+        if budget.page_bytes:
+            left = budget.cache_bytes - (slots + 1) * budget.slot_bytes
+            yield left // budget.page_bytes, _blame(budget, mesh, "a page", budget.page_bytes)
