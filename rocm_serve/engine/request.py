@@ -1,0 +1,83 @@
+"""One request as the scheduler sees it, and two questions about it that need no scheduler: does it fit, is it over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rocm_serve.engine.blocks import pages_for
+from rocm_serve.messages import EffectiveLimits
+from rocm_serve.types import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from rocm_serve.engine.scheduler import InFlight
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Mutable state of a request between `add` and its end.
+
+    Known tokens are the prompt and everything sampled. `planned` of them are rows of plans (in flight or done) since
+    the request was last admitted; preemption sets it back to 0. The next Work always starts at `planned`.
+    """
+
+    rid: int  # counts up with every added request, so it also tells the order of arrival
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    prompt_len: int
+    end_ids: tuple[int, ...]
+    out: list[int] = field(default_factory=list)
+    planned: int = 0
+    told: int = 0  # output tokens that the workers know
+    mentioned: bool = False  # a plan has carried its NewRequest
+    scored: int = 0  # prompt log-probs delivered: those of positions 1..scored
+    slot: int = 0  # 0: not running
+    pages: list[int] = field(default_factory=list)
+    in_flight: int = 0  # plans in flight that name it
+    awaits: InFlight | None = None  # the plan in flight that brings its next token
+
+    @property
+    def known(self) -> int:
+        return self.prompt_len + len(self.out)
+
+    @property
+    def decodes(self) -> bool:
+        """All that is left to compute is its newest token: one output row, then a token comes out."""
+        return self.planned >= self.prompt_len and self.planned == self.prompt_len + len(self.out) - 1
+
+
+def longest(prompt_len: int, params: SamplingParams, max_model_len: int) -> int:
+    """Most rows ever computed for it. The last token that comes out is never fed back."""
+    if params.max_tokens == 0:
+        return prompt_len
+    return min(prompt_len + params.max_tokens, max_model_len) - 1
+
+
+def refusal(prompt_len: int, params: SamplingParams, limits: EffectiveLimits) -> str | None:
+    """Say in one sentence why this request can never run here, or None if it can."""
+    if prompt_len == 0:
+        return "the prompt is empty; it must have at least one token"
+    room = limits.max_model_len - min(params.max_tokens, 1)
+    if prompt_len > room:
+        return (
+            f"the prompt has {prompt_len} tokens; with max_tokens {params.max_tokens} at most {room} fit into the"
+            f" context of {limits.max_model_len} tokens"
+        )
+    need = pages_for(longest(prompt_len, params, limits.max_model_len), limits.page_size)
+    if need > limits.num_pages:
+        return (
+            f"prompt ({prompt_len} tokens) and max_tokens ({params.max_tokens}) can need {need} cache pages of"
+            f" {limits.page_size} tokens; this server has {limits.num_pages}"
+        )
+    return None
+
+
+def ending(request: Request, token: int, max_model_len: int) -> FinishReason | None:
+    """Judge a request whose newest output token is `token`."""
+    count = len(request.out)
+    if token in request.end_ids and count > request.params.min_tokens:
+        return FinishReason.STOP
+    if count >= request.params.max_tokens or request.prompt_len + count >= max_model_len:
+        return FinishReason.LENGTH
+    return None

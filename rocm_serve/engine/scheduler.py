@@ -1,0 +1,379 @@
+"""Continuous batching as a pure state machine: requests and results in, plans and outputs out.
+
+No torch, clock, socket or thread; lists, deques and dicts by insertion only, so equal events give equal plans.
+
+What goes into a plan, in this order of precedence:
+
+* Requests run in order of arrival. A request that finds no free page takes those of the newest running one, itself
+  last; the victim goes back to the head of the queue, so it resumes first, and is computed again from position 0.
+* Decoding requests (one output row left to compute) always go: their rows do not count against the budget. With
+  `depth` > 1 they are split into `depth` groups of equal size +- 1, one group a plan, so that every stage has work.
+* All other rows (prompts; output rows of a preempted request, computed again) share `chunked_prefill_size` rows a plan.
+  A plan therefore never has more than max_running_requests + chunked_prefill_size rows.
+* The queue is strictly first come, first served. Its head enters when a slot is free and the pages that are left cover
+  all its known tokens, all known tokens of those that run, and one page of growth for each of these.
+
+Prompts are cut only at multiples of min(64, chunked_prefill_size) from position 0, or at their end, and a Work never
+has rows of both prompt and output: a request's numbers do not depend on what runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from rocm_serve.engine.blocks import Pool, pages_for
+from rocm_serve.engine.request import Request, ending, refusal
+from rocm_serve.messages import (
+    AddRequest,
+    EffectiveLimits,
+    NewRequest,
+    Output,
+    Plan,
+    Sampled,
+    Stats,
+    StepResult,
+    Work,
+)
+from rocm_serve.types import FinishReason, TokenLogprob
+
+GDN_CHUNK = 64  # rows that the chunked GDN form takes together; a cut elsewhere would change bits
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A plan that has not been committed. `members`: running requests whose next token it brings."""
+
+    plan: Plan
+    members: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The plan being built."""
+
+    budget: int
+    record: InFlight
+    recurrent: list[Work]
+    prompts: list[Work]
+    new: list[NewRequest]
+    preempted: bool = False
+
+
+class Scheduler:
+    """Decide what the workers compute next.
+
+    Errors: `add` raises ValueError, in the user's words, for a request that can never run.
+    """
+
+    def __init__(self, limits: EffectiveLimits, depth: int) -> None:
+        assert depth >= 1 and limits.chunked_prefill_size >= 1 and limits.page_size >= 1
+        self.limits = limits
+        self.depth = depth
+        self.cut = min(GDN_CHUNK, limits.chunked_prefill_size)
+        self.pages = Pool(0, limits.num_pages)
+        self.slots = Pool(1, min(limits.num_slots, limits.max_running_requests))
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}  # by rid, in order of arrival
+        self.ready: dict[int, Request] = {}  # running ones whose next Work is a decode row, longest ready first
+        self.in_flight: deque[InFlight] = deque()
+        self._by_id: dict[str, Request] = {}
+        self._by_rid: dict[int, Request] = {}
+        self._released: list[int] = []
+        self._next_rid = 0
+        self._next_seq = 0
+        self._counts: dict[str, int] = dict.fromkeys(
+            ("peak_running", "steps", "prefill_steps", "decode_steps", "mixed_steps")
+            + ("prompt_tokens", "generation_tokens", "preemptions", "aborted", "finished"),
+            0,
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits or is in flight."""
+        return not self._by_rid and not self.in_flight
+
+    @property
+    def open_requests(self) -> tuple[str, ...]:
+        return tuple(self._by_id)
+
+    def add(self, request: AddRequest) -> None:
+        if request.request_id in self._by_id:
+            raise ValueError(f"request id {request.request_id!r} is already in use")
+        sentence = refusal(len(request.prompt), request.params, self.limits)
+        if sentence is not None:
+            raise ValueError(sentence)
+        state = Request(
+            rid=self._next_rid,
+            request_id=request.request_id,
+            prompt=request.prompt,
+            params=request.params,
+            prompt_len=len(request.prompt),
+            end_ids=request.params.end_token_ids,
+        )
+        self._next_rid += 1
+        self._by_id[state.request_id] = self._by_rid[state.rid] = state
+        self.waiting.append(state)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget these requests at once; what is in flight for them is dropped when it comes back."""
+        for request_id in request_ids:
+            request = self._by_id.get(request_id)
+            if request is not None:
+                self._forget(request)
+                self._counts["aborted"] += 1
+
+    # A plan is made: schedule -> _plan_running, _admit -> _emit
+
+    def schedule(self) -> Plan | None:
+        """Make the next plan, or None: `depth` plans are in flight, or nothing can be computed before a result."""
+        if len(self.in_flight) >= self.depth:
+            return None
+        record = InFlight(Plan(seq=self._next_seq, work=()))
+        draft = _Draft(self.limits.chunked_prefill_size, record, [], [], [])
+        self._plan_running(draft)
+        if self.waiting and not draft.preempted:
+            self._admit(draft)
+        work = (*draft.recurrent, *draft.prompts)
+        if not work:
+            return None
+        record.plan = Plan(seq=self._next_seq, work=work, new=tuple(draft.new), released=tuple(self._released))
+        self._next_seq += 1
+        self._released.clear()
+        self.in_flight.append(record)
+        self._counts["peak_running"] = max(self._counts["peak_running"], len(self.running))
+        return record.plan
+
+    def _plan_running(self, draft: _Draft) -> None:
+        turn = dict.fromkeys(islice(self.ready, self._group_size()))
+        for request in list(self.running.values()):
+            if request.slot == 0 or request.awaits is not None:
+                continue
+            if request.rid in self.ready:
+                rows = 1 if request.rid in turn else 0
+            else:
+                rows = self._rows(request, draft.budget)
+                draft.budget -= rows
+            if rows == 0:
+                continue
+            pages = self._grow(request, request.planned + rows, draft)
+            if pages is not None:
+                self._emit(request, rows, pages, draft)
+
+    def _group_size(self) -> int:
+        """How many decoding requests this plan may take, so that `depth` plans share them evenly.
+
+        Of D requests that decode or bring a token soon, D mod depth groups have one more than the others.
+        """
+        if self.depth == 1:
+            return len(self.ready)
+        base, more = divmod(len(self.ready) + sum(r.members for r in self.in_flight), self.depth)
+        larger = sum(r.members > base for r in self.in_flight)
+        return base + (larger < more)
+
+    def _rows(self, request: Request, budget: int) -> int:
+        """Rows of the next Work of a request that is not decoding, cut where cutting is allowed."""
+        if request.planned >= request.prompt_len:
+            return min(request.known - request.planned, budget)
+        end = request.planned + budget
+        if end >= request.prompt_len:
+            return request.prompt_len - request.planned
+        return max(0, end // self.cut * self.cut - request.planned)
+
+    def _grow(self, request: Request, upto: int, draft: _Draft) -> list[int] | None:
+        """Give it pages for `upto` tokens; None if it became a victim itself. Plans run in order, so a victim's pages
+        may be given away while an older plan still reads them."""
+        need = pages_for(upto, self.limits.page_size) - len(request.pages)
+        if need <= 0:
+            return []
+        while need > self.pages.num_free:
+            victim = next(reversed(self.running.values()))
+            self._preempt(victim)
+            draft.preempted = True
+            if victim is request:
+                return None
+        new = self.pages.take(need)
+        request.pages += new
+        return new
+
+    def _preempt(self, victim: Request) -> None:
+        self._leave(victim)
+        victim.planned = 0
+        self.waiting.appendleft(victim)
+        self._counts["preemptions"] += 1
+
+    def _admit(self, draft: _Draft) -> None:
+        size = self.limits.page_size
+        spare = self.pages.num_free
+        for request in self.running.values():
+            spare -= 1 + max(0, pages_for(request.known, size) - len(request.pages))
+        while self.waiting and self.slots.num_free:
+            request = self.waiting[0]
+            # A victim whose last plan is still in flight: what it has to compute is known when that is back.
+            if request.in_flight or pages_for(request.known, size) > spare:
+                return
+            rows = self._rows(request, draft.budget)
+            if rows == 0:
+                return
+            draft.budget -= rows
+            spare -= pages_for(request.known, size) + 1
+            self.waiting.popleft()
+            (request.slot,) = self.slots.take(1)
+            self.running[request.rid] = request
+            pages = self._grow(request, rows, draft)
+            assert pages is not None and not draft.preempted, "admission promised pages that were not there"
+            self._emit(request, rows, pages, draft)
+
+    def _emit(self, request: Request, rows: int, pages: list[int], draft: _Draft) -> None:
+        start = request.planned
+        end = start + rows
+        recurrent = start >= request.prompt_len
+        samples = end == request.known and request.params.max_tokens > 0
+        if not request.mentioned:
+            request.mentioned = True
+            draft.new.append(NewRequest(request.rid, request.prompt, request.params))
+        tokens = tuple(request.out[request.told :])
+        work = Work(request.rid, start, rows, recurrent, samples, request.slot, tuple(pages), tokens)
+        (draft.recurrent if recurrent else draft.prompts).append(work)
+        request.told = len(request.out)
+        request.planned = end
+        request.in_flight += 1
+        if samples:
+            request.awaits = draft.record
+            draft.record.members += 1
+            self.ready.pop(request.rid, None)
+        elif request.decodes:
+            self.ready[request.rid] = request
+
+    # A result comes back: commit -> _settle
+
+    def commit(self, result: StepResult) -> list[Output]:
+        """Take the result of the oldest plan in flight; say what is new about each request it has news of."""
+        assert self.in_flight, f"result {result.seq} without a plan in flight"
+        plan = self.in_flight.popleft().plan
+        assert plan.seq == result.seq, f"result {result.seq} came, {plan.seq} is the oldest plan in flight"
+        outcomes = {sampled.rid: sampled for sampled in result.sampled}
+        outputs: list[Output] = []
+        prompt_rows = 0
+        for work in plan.work:
+            if not work.recurrent:
+                prompt_rows += work.num_rows
+            outcome = outcomes.pop(work.rid, None)
+            request = self._by_rid.get(work.rid)
+            if request is None:
+                continue
+            request.in_flight -= 1
+            output = self._settle(request, work, outcome)
+            if output is not None:
+                outputs.append(output)
+        assert not outcomes, f"result {result.seq} has outcomes of requests that the plan does not name"
+        kind = "decode_steps" if prompt_rows == 0 else "mixed_steps" if plan.work[0].recurrent else "prefill_steps"
+        self._counts["steps"] += 1
+        self._counts[kind] += 1
+        self._counts["prompt_tokens"] += prompt_rows
+        return outputs
+
+    def _settle(self, request: Request, work: Work, outcome: Sampled | None) -> Output | None:
+        scores = self._new_scores(request, work, outcome)
+        if not work.samples:
+            over = request.params.max_tokens == 0 and work.start + work.num_rows == request.prompt_len
+            if over:
+                self._finish(request)
+            elif not scores:
+                return None
+            reason = FinishReason.LENGTH if over else None
+            return Output(request.request_id, prompt_logprobs=scores, finish_reason=reason)
+        assert outcome is not None and len(outcome.tokens) == 1, f"no token for request {request.rid}"
+        asked = request.params.logprobs is not None
+        assert len(outcome.logprobs) == asked, f"{len(outcome.logprobs)} log-probs for request {request.rid}"
+        token = outcome.tokens[0]
+        request.awaits = None
+        request.out.append(token)
+        self._counts["generation_tokens"] += 1
+        reason = ending(request, token, self.limits.max_model_len)
+        if reason is not None:
+            self._finish(request)
+        elif request.slot:
+            self.ready[request.rid] = request
+        stop = token if reason is FinishReason.STOP else None
+        return Output(request.request_id, outcome.tokens, outcome.logprobs, scores, reason, stop)
+
+    def _new_scores(self, request: Request, work: Work, outcome: Sampled | None) -> tuple[TokenLogprob, ...]:
+        """Prompt log-probs not delivered yet. Row p scores the token at p + 1; a preempted request's come again."""
+        if work.recurrent or request.params.prompt_logprobs is None:
+            return ()
+        scored = min(work.start + work.num_rows, request.prompt_len - 1)
+        scores = outcome.prompt_logprobs if outcome is not None else ()
+        assert len(scores) == scored - work.start, f"{len(scores)} prompt log-probs, {scored - work.start} rows score"
+        if scored <= request.scored:
+            return ()
+        fresh = scores[request.scored - work.start :]
+        request.scored = scored
+        return fresh
+
+    # A request leaves
+
+    def _leave(self, request: Request) -> None:
+        """Take pages, slot and its place among the running from it."""
+        del self.running[request.rid]
+        self.ready.pop(request.rid, None)
+        if request.awaits is not None:
+            request.awaits.members -= 1
+        self.pages.give_back(reversed(request.pages))
+        self.slots.give_back((request.slot,))
+        request.pages.clear()
+        request.slot = 0
+
+    def _forget(self, request: Request) -> None:
+        if request.slot:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+        del self._by_id[request.request_id]
+        del self._by_rid[request.rid]
+        if request.mentioned:
+            self._released.append(request.rid)
+
+    def _finish(self, request: Request) -> None:
+        self._forget(request)
+        self._counts["finished"] += 1
+
+    # What others may ask
+
+    def stats(self) -> Stats:
+        return Stats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages_used=self.pages.num_used,
+            pages_total=self.pages.count,
+            slots_used=self.slots.num_used,
+            slots_total=self.slots.count,
+            **self._counts,
+        )
+
+    def check(self) -> None:
+        """Assert what must hold between any two calls. For tests; linear in all that is held."""
+        running = list(self.running.values())
+        self.pages.check(page for r in running for page in r.pages)
+        self.slots.check(r.slot for r in running)
+        order = [r.rid for r in (*running, *self.waiting)]
+        assert order == sorted(order), "a request has overtaken an older one"
+        assert order == sorted(self._by_rid), "a request is lost"
+        assert list(self.running) == [r.rid for r in running]
+        assert len(self._by_id) == len(self._by_rid)
+        named = [w.rid for record in self.in_flight for w in record.plan.work]
+        for r in (*running, *self.waiting):
+            assert r.in_flight == named.count(r.rid)
+            assert r.planned <= r.known and r.told <= len(r.out)
+        for r in self.waiting:
+            assert not r.pages and not r.slot and not r.planned, "a waiting request holds something"
+        for r in running:
+            assert len(r.pages) == pages_for(r.planned, self.limits.page_size)
+            assert (r.rid in self.ready) == (r.awaits is None and r.decodes), "ready and not decoding, or the reverse"
+        assert all(rid in self.running for rid in self.ready)
+        for record in self.in_flight:
+            assert record.members == sum(r.awaits is record for r in running)
+        assert not set(self._released) & set(self._by_rid)
+        assert len(self.in_flight) <= self.depth
