@@ -100,7 +100,11 @@ class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     error: str
 
 
-FromCore = Outputs | CoreReady | CoreFailed
+class CoreStopped(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Drained: every request has its last Output, nothing follows."""
+
+
+FromCore = Outputs | CoreReady | CoreFailed | CoreStopped
 
 
 # --- core -> workers ------------------------------------------------------------------------------------------------
