@@ -188,7 +188,10 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """Outcome of one Work. `accepted` is len(tokens) today; drafting will make the two differ."""
+    """Outcome of one Work. `accepted` is len(tokens) today; drafting will make the two differ.
+
+    `prompt_logprobs` holds each prompt position once: rows that a preempted request computes again are not reported.
+    """
 
     rid: int
     tokens: tuple[int, ...] = ()
