@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as BpeTokenizer
+from tokenizers import decoders, models
+
+from rocm_serve.errors import UserError
+from rocm_serve.tokens.tokenizer import Tokenizer, byte_of_char
+from tests.tokens.tiny import PLAIN, SPECIAL, TEMPLATE, TWIN, build_bpe, tiny_tokenizer, write_tokenizer
+
+
+def test_the_byte_alphabet_is_a_bijection_on_all_bytes() -> None:
+    assert sorted(byte_of_char().values()) == list(range(256))
+    assert byte_of_char()["Ġ"] == 0x20 and byte_of_char()["Ċ"] == 0x0A
+
+
+@given(st.text())
+def test_decode_of_encode_is_the_normalised_text(text: str) -> None:
+    import unicodedata
+
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
+
+
+@given(st.lists(st.integers(0, tiny_tokenizer().vocab_used - 1), max_size=30), st.booleans())
+def test_decode_equals_the_tokenizers_library_on_any_ids(ids: list[int], skip: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    twin = tokenizer.id_of(TWIN)  # the library's ByteLevel reads this added token as one Latin-1 byte
+    ids = [token for token in ids if token != twin]
+    assert tokenizer.decode(ids, skip) == build_bpe_once().decode(ids, skip_special_tokens=skip)
+
+
+_BPE = build_bpe()
+
+
+def build_bpe_once() -> BpeTokenizer:
+    return _BPE
+
+
+def test_special_tokens_in_text_become_their_ids_and_nothing_is_put_in_front() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.encode("<|im_start|>x<think>")
+    assert ids == [tokenizer.id_of("<|im_start|>"), tokenizer.id_of("x"), tokenizer.id_of("<think>")]
+    assert tokenizer.encode("x", add_special_tokens=True) == tokenizer.encode("x")
+
+
+def test_only_special_tokens_vanish_under_skip_special_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = [tokenizer.id_of(token) for token in [*SPECIAL, *PLAIN]]
+    assert None not in ids
+    known = [token for token in ids if token is not None]
+    assert tokenizer.decode(known, skip_special_tokens=True) == "".join(PLAIN)
+    assert tokenizer.decode(known) == "".join([*SPECIAL, *PLAIN])
+    assert tokenizer.special_ids == {tokenizer.id_of(token) for token in SPECIAL}
+
+
+def test_vocab_used_is_one_past_the_last_known_id() -> None:
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.knows(tokenizer.vocab_used - 1)
+    assert not tokenizer.knows(tokenizer.vocab_used) and not tokenizer.knows(-1)
+    assert tokenizer.vocab_used == build_bpe_once().get_vocab_size(with_added_tokens=True)
+
+
+def test_token_string_spells_partial_characters_as_bytes() -> None:
+    tokenizer = tiny_tokenizer()
+    alphabet = {byte: char for char, byte in byte_of_char().items()}
+    lead = tokenizer.id_of(alphabet[0xF0])
+    assert lead is not None and tokenizer.token_string(lead) == "bytes:\\xf0"
+    assert tokenizer.token_string(tokenizer.encode(" the")[0]).startswith(" ")
+    assert tokenizer.token_string(tokenizer.vocab_used) == f"token_id:{tokenizer.vocab_used}"
+
+
+def test_a_model_directory_gives_tokens_and_template(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_dir(write_tokenizer(tmp_path))
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.files.bos_token is None
+    assert tokenizer.files.pad_token == "<|endoftext|>" and tokenizer.chat_template == TEMPLATE
+    (tmp_path / "chat_template.jinja").write_text("{{ 1 }}", encoding="utf-8")
+    assert Tokenizer.from_dir(tmp_path).chat_template == "{{ 1 }}"
+
+
+def test_named_templates_give_the_default_one(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    path.write_text(json.dumps(config))
+    assert Tokenizer.from_dir(tmp_path).chat_template == "d"
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_a_missing_or_broken_tokenizer_is_a_one_line_error(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match="tokenizer.json"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_a_broken_tokenizer_config_is_named(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match="tokenizer_config.json"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_other_kinds_of_tokenizer_are_refused() -> None:
+    files = tiny_tokenizer().files
+    bpe = BpeTokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    with pytest.raises(UserError, match="byte-level"):
+        Tokenizer(bpe, files)
+    bpe.decoder = decoders.WordPiece()
+    with pytest.raises(UserError, match="byte-level"):
+        Tokenizer(bpe, files)
+    bpe.decoder = decoders.Sequence([decoders.ByteLevel()])
+    assert Tokenizer(bpe, files).vocab_used == 1
+    broken = BpeTokenizer(models.WordLevel({"\u4f60": 0}, unk_token="\u4f60"))
+    broken.decoder = decoders.ByteLevel()
+    with pytest.raises(UserError, match="byte alphabet"):
+        Tokenizer(broken, files)
