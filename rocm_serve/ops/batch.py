@@ -37,6 +37,35 @@ class Sequences:
     def num_recurrent_rows(self) -> int:
         return self.row_starts[self.num_recurrent]
 
+    @property
+    def rows(self) -> slice:
+        """Return the rows of the batch that these sequences own."""
+        return slice(self.row_starts[0], self.row_starts[-1])
+
+    def run(self, start: int, stop: int) -> Sequences:
+        """Return sequences [start, stop); rows keep their numbers in the batch."""
+        assert 0 <= start <= stop <= self.num_sequences
+        return Sequences(
+            row_starts=self.row_starts[start : stop + 1],
+            contexts=self.contexts[start:stop],
+            slots=self.slots[start:stop],
+            num_recurrent=min(max(self.num_recurrent - start, 0), stop - start),
+            row_starts_B1=self.row_starts_B1[start : stop + 1],
+            contexts_B=self.contexts_B[start:stop],
+            slots_B=self.slots_B[start:stop],
+            page_table_BP=self.page_table_BP[start:stop],
+        )
+
+    @property
+    def recurrent(self) -> Sequences:
+        """Return the sequences past their prompt."""
+        return self.run(0, self.num_recurrent)
+
+    @property
+    def prompt(self) -> Sequences:
+        """Return the sequences with prompt rows in this step."""
+        return self.run(self.num_recurrent, self.num_sequences)
+
 
 @dataclass(slots=True)
 class StageCache:
