@@ -92,7 +92,9 @@ def run_lm_eval(task: str, model_args: dict[str, object], tasks_dir: Path, out: 
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", joined]
     command += ["--tasks", task, "--include_path", str(tasks_dir), "--output_path", str(out / task), *more]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(out / "hf"), "TQDM_DISABLE": "1"}
-    subprocess.run(command, check=True, env=os.environ | offline, cwd=out)
+    code = subprocess.run(command, check=False, env=os.environ | offline, cwd=out).returncode
+    if code != 0:
+        raise SystemExit(f"lm_eval exited with {code} on {task}")
     (results,) = (out / task).rglob("results_*.json")
     return dict(json.loads(results.read_text(encoding="utf-8")))
 
