@@ -301,17 +301,16 @@ class Scheduler:
         return Output(request.request_id, outcome.tokens, outcome.logprobs, scores, reason, stop)
 
     def _new_scores(self, request: Request, work: Work, outcome: Sampled | None) -> tuple[TokenLogprob, ...]:
-        """Prompt log-probs not delivered yet. Row p scores the token at p + 1; a preempted request's come again."""
+        """Prompt log-probs of this Work. Row p scores the token at p + 1; workers leave out what they reported before
+        (a preempted request computes its prompt again)."""
         if work.recurrent or request.params.prompt_logprobs is None:
             return ()
-        scored = min(work.start + work.num_rows, request.prompt_len - 1)
+        before = max(work.start, request.scored)
+        request.scored = max(before, min(work.start + work.num_rows, request.prompt_len - 1))
         scores = outcome.prompt_logprobs if outcome is not None else ()
-        assert len(scores) == scored - work.start, f"{len(scores)} prompt log-probs, {scored - work.start} rows score"
-        if scored <= request.scored:
-            return ()
-        fresh = scores[request.scored - work.start :]
-        request.scored = scored
-        return fresh
+        expected = request.scored - before
+        assert len(scores) == expected, f"{len(scores)} prompt log-probs for request {request.rid}, not {expected}"
+        return scores
 
     # A request leaves
 

@@ -1,0 +1,182 @@
+"""The engine's one loop: inbox -> scheduler -> executor -> scheduler -> outbox. No torch.
+
+Up to `executor.depth` plans are in flight. The next plan is handed over before the outputs of the last one are sent,
+so that the workers never wait for the server. When nothing is open, the loop sleeps on its inbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import msgspec
+
+from rocm_serve.engine.scheduler import Scheduler
+from rocm_serve.errors import UserError
+from rocm_serve.executor.api import Executor, ExecutorFailed
+from rocm_serve.messages import (
+    WIRE_VERSION,
+    AbortRequests,
+    AddRequest,
+    CoreFailed,
+    CoreReady,
+    CoreStopped,
+    Drain,
+    FromCore,
+    Output,
+    Outputs,
+    Plan,
+    Stats,
+    ToCore,
+)
+from rocm_serve.types import FinishReason
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S: Final = 0.2  # asleep on the inbox; then a look at the workers
+FULL_WAIT_S: Final = 0.2  # asleep on the result: nothing that arrives could be planned before it
+ROOM_WAIT_S: Final = 0.001  # asleep on the result while a new request could be planned at once
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_WISH: Final = 2  # a UserError: the wish cannot be met
+
+
+class Link(Protocol):
+    """What the loop needs of the way to the server."""
+
+    def receive(self, timeout_s: float) -> list[ToCore]: ...
+
+    def send(self, message: FromCore) -> None: ...
+
+
+class StepTrace(msgspec.Struct, frozen=True, array_like=True):
+    """One finished step. Times are time.monotonic_ns()."""
+
+    seq: int
+    num_works: int
+    num_recurrent: int  # works with output rows
+    in_flight: int  # plans in flight when it was submitted, itself included
+    submitted_ns: int
+    committed_ns: int
+
+
+class EngineCore:
+    """Serve requests until drained (exit code 0) or until the executor fails (1) or refuses to start (2).
+
+    `trace` is called once per finished step.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        link: Link,
+        *,
+        trace: Callable[[StepTrace], None] | None = None,
+    ) -> None:
+        self._executor = executor
+        self._link = link
+        self._trace = trace
+        self._scheduler: Scheduler | None = None
+        self._draining = False
+        self._outputs: list[Output] = []
+        self._sent_stats: Stats | None = None
+        self._submitted: dict[int, tuple[Plan, int, int]] = {}  # seq -> plan, plans in flight, time
+
+    def drain(self) -> None:
+        """Finish what is open, then stop. May be called from a signal handler or another thread."""
+        self._draining = True
+
+    def run(self) -> int:
+        """Start the executor, run the loop, stop the executor; return the exit code of the process."""
+        try:
+            limits = self._executor.start()
+            self._scheduler = Scheduler(limits, self._executor.depth)
+            self._link.send(CoreReady(WIRE_VERSION, limits))
+            self._loop(self._scheduler)
+            self._executor.shutdown()
+            self._link.send(CoreStopped())
+            return EXIT_OK
+        except (ExecutorFailed, UserError) as error:
+            log.error("engine core: %s", error)
+            self._fail(str(error))
+            return EXIT_WISH if isinstance(error, UserError) else EXIT_FAILED
+        except BaseException as error:
+            self._fail(f"the engine core failed: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._executor.shutdown()
+
+    def _loop(self, scheduler: Scheduler) -> None:
+        while True:
+            resting = scheduler.idle and not self._draining
+            self._read_inbox(scheduler, IDLE_WAIT_S if resting else 0.0)
+            self._fill(scheduler)
+            self._publish(scheduler)
+            if scheduler.idle and self._draining:
+                return
+            self._collect(scheduler)
+
+    def _read_inbox(self, scheduler: Scheduler, timeout_s: float) -> None:
+        for message in self._link.receive(timeout_s):
+            if isinstance(message, AddRequest):
+                self._add(scheduler, message)
+            elif isinstance(message, AbortRequests):
+                scheduler.abort(message.request_ids)
+            else:
+                assert isinstance(message, Drain), message
+                self._draining = True
+
+    def _add(self, scheduler: Scheduler, request: AddRequest) -> None:
+        error = None
+        if self._draining:
+            error = "the server is shutting down"
+        else:
+            try:
+                scheduler.add(request)
+            except ValueError as refused:
+                error = str(refused)
+        if error is not None:
+            self._outputs.append(Output(request.request_id, finish_reason=FinishReason.ERROR, error=error))
+
+    def _fill(self, scheduler: Scheduler) -> None:
+        while (plan := scheduler.schedule()) is not None:
+            self._submitted[plan.seq] = plan, len(scheduler.in_flight), time.monotonic_ns()
+            self._executor.submit(plan)
+        assert scheduler.idle or scheduler.in_flight, "open requests, and nothing that could move them"
+
+    def _collect(self, scheduler: Scheduler) -> None:
+        """Wait for the oldest result as long as nothing else can be done; look for a dead worker in any case."""
+        if not scheduler.in_flight:
+            timeout_s = 0.0
+        elif len(scheduler.in_flight) == scheduler.depth:
+            timeout_s = FULL_WAIT_S
+        else:
+            timeout_s = ROOM_WAIT_S
+        result = self._executor.poll(timeout_s)
+        if result is None:
+            return
+        self._outputs += scheduler.commit(result)
+        plan, in_flight, submitted_ns = self._submitted.pop(result.seq)
+        if self._trace is not None:
+            recurrent = sum(work.recurrent for work in plan.work)
+            now = time.monotonic_ns()
+            self._trace(StepTrace(plan.seq, len(plan.work), recurrent, in_flight, submitted_ns, now))
+
+    def _publish(self, scheduler: Scheduler) -> None:
+        stats = scheduler.stats()
+        if self._outputs or stats != self._sent_stats:
+            self._link.send(Outputs(tuple(self._outputs), stats))
+            self._outputs.clear()
+            self._sent_stats = stats
+
+    def _fail(self, sentence: str) -> None:
+        """Tell every open request, then the server, why nothing more will come."""
+        outputs = self._outputs
+        if self._scheduler is not None:
+            for request_id in self._scheduler.open_requests:
+                outputs.append(Output(request_id, finish_reason=FinishReason.ERROR, error=sentence))
+            self._link.send(Outputs(tuple(outputs), self._sent_stats or Stats()))
+        self._link.send(CoreFailed(sentence))

@@ -1,0 +1,98 @@
+"""The link between server and engine core: two ZeroMQ pipes over ipc, msgpack inside, the wire version before it.
+
+Each receiving end binds and each sending end connects, so nothing is lost or refused while the other side starts, and
+no queue is bounded. Nobody restarts: a side that is gone is noticed by the supervisor, not here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from rocm_serve.messages import WIRE_VERSION, FromCore, ToCore
+
+VERSION_FRAME: Final = WIRE_VERSION.to_bytes(2, "little")
+FLUSH_MS: Final = 2000  # the last message (why the core died) has this long to leave
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_to_core: Final = msgspec.msgpack.Decoder(ToCore)
+_from_core: Final = msgspec.msgpack.Decoder(FromCore)
+
+
+class WireError(RuntimeError):
+    """The other end speaks another version, or not our language."""
+
+
+def endpoint(run_dir: str, name: str) -> str:
+    """Name one socket of this run. Errors: ValueError if the operating system has no room for the path."""
+    path = str(Path(run_dir).absolute() / name)
+    if len(path.encode()) > zmq.IPC_PATH_MAX_LEN:
+        raise ValueError(f"{path} is too long for a socket: at most {zmq.IPC_PATH_MAX_LEN} bytes")
+    return f"ipc://{path}"
+
+
+class CoreLink:
+    """The core's end. Used by one thread."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.set_hwm(0)
+        self._inbox.bind(endpoint(run_dir, "to_core.sock"))
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._outbox.set_hwm(0)
+        self._outbox.connect(endpoint(run_dir, "from_core.sock"))
+
+    def receive(self, timeout_s: float) -> list[ToCore]:
+        """Take all that has come; wait up to `timeout_s` for a first message."""
+        messages: list[ToCore] = []
+        if timeout_s > 0 and not self._inbox.poll(round(timeout_s * 1000)):
+            return messages
+        while True:
+            try:
+                frames = self._inbox.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            messages.append(_to_core.decode(_payload(frames)))
+
+    def send(self, message: FromCore) -> None:
+        self._outbox.send_multipart((VERSION_FRAME, _encoder.encode(message)))
+
+    def close(self) -> None:
+        self._context.destroy(linger=FLUSH_MS)
+
+
+class ClientLink:
+    """The server's end, on its event loop."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.set_hwm(0)
+        self._inbox.bind(endpoint(run_dir, "from_core.sock"))
+        # Not an asyncio socket: sending never blocks (no high-water mark), and abort must work where nothing can await.
+        self._send_context = zmq.Context()
+        self._outbox = self._send_context.socket(zmq.PUSH)
+        self._outbox.set_hwm(0)
+        self._outbox.connect(endpoint(run_dir, "to_core.sock"))
+
+    async def receive(self) -> FromCore:
+        message: FromCore = _from_core.decode(_payload(await self._inbox.recv_multipart()))
+        return message
+
+    def send(self, message: ToCore) -> None:
+        self._outbox.send_multipart((VERSION_FRAME, _encoder.encode(message)), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        self._send_context.destroy(linger=0)
+
+
+def _payload(frames: list[bytes]) -> bytes:
+    if len(frames) != 2 or frames[0] != VERSION_FRAME:
+        raise WireError(f"the other end does not speak wire version {WIRE_VERSION}: both must be of one installation")
+    return frames[1]
