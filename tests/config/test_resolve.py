@@ -1,0 +1,167 @@
+"""What "auto" becomes on which machine, and which wishes are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from rocm_serve.config.resolve import resolve
+from rocm_serve.config.schema import Resolved, ServeConfig
+from rocm_serve.errors import UserError
+from rocm_serve.models.qwen3_5.spec import ModelFacts, parse_config
+from rocm_serve.platform.facts import Platform
+
+LAPTOP = Platform(device="cpu", arch="x86_64", cores=6, free_ram_bytes=16_000_000_000)
+MI300X = Platform(
+    device="rocm",
+    arch="gfx942",
+    num_gpus=8,
+    compute_units=304,
+    hbm_bytes=206_000_000_000,
+    cores=96,
+    free_ram_bytes=10**12,
+)
+TINY_CONFIG = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 2048,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 1024,
+    "max_position_embeddings": 16384,
+    "rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25},
+    "eos_token_id": [2000, 2001],
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def facts() -> ModelFacts:
+    return parse_config(TINY_CONFIG)
+
+
+def resolved(facts: ModelFacts, platform: Platform = LAPTOP, **wishes: object) -> Resolved:
+    config = msgspec.convert({"model": "some/dir"} | wishes, ServeConfig)
+    return resolve(config, facts, platform, vocab_used=2010, run_dir="run", free_port=lambda: 4242)
+
+
+def test_on_a_cpu_auto_means_float32_everywhere_and_one_thread_per_core(facts: ModelFacts) -> None:
+    out = resolved(facts)
+    assert (out.device, out.dtype, out.kv_cache_dtype, out.torch_threads) == ("cpu", "float32", "float32", 6)
+    assert out.max_model_len == 16384
+    assert out.eos_token_ids == (2000, 2001)
+    assert (out.vocab_size, out.vocab_used) == (2048, 2010)
+
+
+def test_on_a_gpu_auto_means_what_the_checkpoint_asks_for(facts: ModelFacts) -> None:
+    out = resolved(facts, MI300X, tp=2)
+    assert (out.device, out.dtype, out.kv_cache_dtype) == ("rocm", "bfloat16", "bfloat16")
+
+
+def test_the_cache_follows_a_dtype_that_was_asked_for(facts: ModelFacts) -> None:
+    assert resolved(facts, dtype="bfloat16").kv_cache_dtype == "bfloat16"
+    assert resolved(facts, dtype="bfloat16", kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8_e4m3"
+
+
+def test_every_decided_value_has_a_reason_and_no_asked_one_has(facts: ModelFacts) -> None:
+    decided = resolved(facts, tp=2)
+    assert set(decided.reasons) == {
+        "served_model_name",
+        "device",
+        "dtype",
+        "kv_cache_dtype",
+        "max_model_len",
+        "dist_init_addr",
+        "torch_threads",
+    }
+    asked = resolved(
+        facts,
+        served_model_name="m",
+        device="cpu",
+        dtype="float32",
+        kv_cache_dtype="float32",
+        max_model_len=99,
+        dist_init_addr="h:1",
+    )
+    assert set(asked.reasons) == {"torch_threads"}
+
+
+@pytest.mark.parametrize(("tp", "pp", "threads"), [(1, 1, 6), (2, 1, 3), (2, 2, 1), (4, 2, 1)])
+def test_threads_share_the_cores_and_are_never_zero(facts: ModelFacts, tp: int, pp: int, threads: int) -> None:
+    assert resolved(facts, tp=tp, pp=pp).torch_threads == threads
+
+
+def test_ranks_of_one_host_meet_on_a_free_port_unless_told_where(facts: ModelFacts) -> None:
+    assert resolved(facts).dist_init_addr == ""
+    assert resolved(facts, pp=2).dist_init_addr == "127.0.0.1:4242"
+    assert resolved(facts, pp=2, dist_init_addr="[::1]:99").dist_init_addr == "[::1]:99"
+
+
+def test_the_default_name_is_the_path_given(facts: ModelFacts) -> None:
+    assert resolved(facts).served_model_name == "some/dir"
+    assert resolved(facts, served_model_name="m").served_model_name == "m"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"port": 65536}, "--port 65536: legal: 0..65535"),
+        ({"port": -1}, "--port -1: legal: 0..65535"),
+        ({"tp": 0}, "--tp 0: legal: 1 or more"),
+        ({"pp": 9}, "--pp 9: 8 layers cannot be cut so; legal: 1..8"),
+        ({"ep": 2}, "--ep 2 is refused until the expert-parallel path lands; legal: 1"),
+        ({"nnodes": 2}, "--nnodes 2 is refused until serving over several hosts lands; legal: 1"),
+        ({"node_rank": 1}, "--node-rank 1: legal with --nnodes 1: 0"),
+        ({"page_size": 0}, "--page-size 0: legal: 1 or more"),
+        ({"page_size": 24}, "--page-size 24: legal: powers of two from 1 to 256"),
+        ({"page_size": 512}, "--page-size 512: legal: powers of two from 1 to 256"),
+        ({"mem_fraction": 0.0}, "--mem-fraction 0.0: legal: above 0, up to 1"),
+        ({"mem_fraction": 1.01}, "--mem-fraction 1.01: legal: above 0, up to 1"),
+        ({"mem_fraction": float("nan")}, "--mem-fraction nan: legal: above 0, up to 1"),
+        ({"chunked_prefill_size": 0}, "--chunked-prefill-size 0: legal: 1 or more"),
+        ({"max_running_requests": 0}, "--max-running-requests 0: legal: 1 or more"),
+        ({"max_model_len": 0}, "--max-model-len 0: legal: 1 or more"),
+        ({"max_model_len": 16385}, "--max-model-len 16385: the model allows 1..16384 positions"),
+        ({"dist_init_addr": "host"}, "--dist-init-addr 'host': legal: HOST:PORT, port 1..65535"),
+        ({"dist_init_addr": "host:0"}, "--dist-init-addr 'host:0': legal: HOST:PORT, port 1..65535"),
+        ({"seed": -1}, f"--seed -1: legal: 0..{2**63 - 1}"),
+        ({"device": "rocm"}, "--device rocm: this host has cpu; legal: auto, cpu"),
+        ({"model": ""}, "--model is empty; legal: the folder of a checkpoint"),
+    ],
+)
+def test_an_illegal_wish_is_one_line_with_the_legal_values(
+    facts: ModelFacts, wishes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        resolved(facts, **wishes)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("tp", [3, 8, 32])
+def test_a_degree_that_cuts_a_head_or_a_block_names_the_legal_ones(facts: ModelFacts, tp: int) -> None:
+    with pytest.raises(UserError, match=rf"tp {tp} .*legal: 1, 2, 4$"):
+        resolved(facts, tp=tp)
+
+
+def test_more_ranks_than_gpus_are_refused(facts: ModelFacts) -> None:
+    with pytest.raises(UserError, match="needs 8 GPUs, this host has 4; legal: products up to 4"):
+        resolved(facts, msgspec.structs.replace(MI300X, num_gpus=4), tp=4, pp=2)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(facts: ModelFacts) -> None:
+    with pytest.raises(UserError, match="ids up to 2009, the model has 2000 rows"):
+        resolved(replace(facts, vocab_size=2000, eos_token_ids=(1,)))
