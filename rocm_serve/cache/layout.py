@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
-from rocm_serve.parallel.mesh import Coord, split_layers
-
-if TYPE_CHECKING:
-    from rocm_serve.models.qwen3_5.spec import ModelFacts
+from rocm_serve.models.qwen3_5.spec import ModelFacts, stage_layers
+from rocm_serve.parallel.mesh import Coord
 
 CACHE_ITEMSIZE = {"float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
 SSM_ITEMSIZE = 4  # the recurrent state is float32 whatever the model's dtype
@@ -61,7 +58,7 @@ class StageLayout:
 def stage_layout(facts: ModelFacts, coord: Coord, page_size: int) -> StageLayout:
     """Describe the caches of one rank. With more ranks than KV heads a head is held by several of them."""
     tp = coord.mesh.tp
-    layers = split_layers(facts.num_layers, coord.mesh.pp)[coord.stage]
+    layers = stage_layers(facts, coord)
     key_heads, value_heads = facts.linear_num_key_heads // tp, facts.linear_num_value_heads // tp
     key_dim, value_dim = facts.linear_key_head_dim, facts.linear_value_head_dim
     return StageLayout(

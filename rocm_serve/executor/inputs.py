@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 
 from rocm_serve.executor.memory import padded
+from rocm_serve.executor.sampler import TokenCounts
 from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.types import SamplingParams
@@ -27,6 +28,10 @@ class Request:
     output: list[int] = field(default_factory=list)
     pages: array[int] = field(default_factory=lambda: array("i"))
     scored: int = 1  # prompt positions whose log-prob is out; position 0 has none
+    counts: TokenCounts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = TokenCounts(self.prompt)
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,7 @@ from rocm_serve.parallel.layout import Param, local_bytes, local_shape
 from rocm_serve.parallel.mesh import Coord, Mesh
 
 CPU_ROW_MULTIPLE = 32  # with rows padded to this, CPU GEMMs give a row the same bits in every batch
-SCORED_ROWS = 256  # prompt rows whose logits exist at one time
+SCORED_ROWS = 256  # prompt rows whose logits exist at one time (sampler.SLICE_ROWS)
 
 
 def row_multiple(resolved: Resolved) -> int:

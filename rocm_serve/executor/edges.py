@@ -1,0 +1,69 @@
+"""The residual stream from one stage to the next: forward only, receives posted early, buffers never reused in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rocm_serve.parallel.groups import EdgeGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A posted receive."""
+
+    work: dist.Work
+    x_TH: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """Block until the previous stage's rows are here."""
+        self.work.wait()
+        return self.x_TH
+
+
+class Receiver:
+    """This stage's end of the edge from the previous stage. Messages arrive in the order of the posts."""
+
+    def __init__(self, edge: EdgeGroup, *, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._edge = edge
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._device = device
+
+    def post(self, rows: int) -> Arrival:
+        """Ask for the next message, of `rows` rows, and return at once."""
+        x_TH = torch.empty((rows, self._hidden_size), dtype=self._dtype, device=self._device)
+        work = dist.irecv(x_TH, self._edge.peer, group=self._edge.group)
+        assert work is not None
+        return Arrival(work, x_TH)
+
+
+class Sender:
+    """This stage's end of the edge to the next stage, with room for `slots` messages on their way.
+
+    A tensor that is on its way is held here, so nobody else gets its memory; with all slots taken the oldest message
+    is waited for.
+    """
+
+    def __init__(self, edge: EdgeGroup, *, slots: int) -> None:
+        self._edge = edge
+        self._slots = slots
+        self._flying: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def send(self, x_TH: torch.Tensor) -> None:
+        """Hand over `x_TH`: the caller must not write to it any more."""
+        if len(self._flying) == self._slots:
+            work, _ = self._flying.popleft()
+            work.wait()
+        x_TH = x_TH.contiguous()
+        work = dist.isend(x_TH, self._edge.peer, group=self._edge.group)
+        assert work is not None
+        self._flying.append((work, x_TH))
+
+    def flush(self) -> None:
+        """Wait for everything on its way."""
+        while self._flying:
+            self._flying.popleft()[0].wait()

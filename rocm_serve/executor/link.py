@@ -1,0 +1,112 @@
+"""The two channels between core and workers: plans go out over XPUB/SUB, news comes back over PUSH/PULL.
+
+Plain PUB/SUB loses what is sent before a subscriber has joined and what overflows a queue; here subscriptions are
+counted before the first message, and queues are unbounded. A worker also subscribes to a topic of its own, so that
+the core learns from the transport which rank came and which one went.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from rocm_serve.messages import FromWorker, ToWorker
+
+_RANK_TOPIC = b"\xffrank:"
+_JOINED = 1  # first byte of what XPUB reads; 0 is a leave
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def plans_address(run_dir: str) -> str:
+    """Say where plans are published. The one address policy: one host, ipc."""
+    return _ipc(run_dir, "plans.sock")
+
+
+def news_address(run_dir: str) -> str:
+    """Say where workers report."""
+    return _ipc(run_dir, "news.sock")
+
+
+def _ipc(run_dir: str, name: str) -> str:
+    path = Path(run_dir) / name
+    assert len(str(path)) < zmq.IPC_PATH_MAX_LEN, f"{path} is too long for a socket"
+    return f"ipc://{path}"
+
+
+class CoreLink:
+    """The core's ends: binds both channels. Use from one thread."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._context = zmq.Context()
+        self._plans = self._context.socket(zmq.XPUB)
+        self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)  # every join and leave, also when topics are shared
+        self._plans.setsockopt(zmq.SNDHWM, 0)
+        self._plans.setsockopt(zmq.RCVHWM, 0)
+        self._plans.bind(plans_address(run_dir))
+        self._news = self._context.socket(zmq.PULL)
+        self._news.setsockopt(zmq.RCVHWM, 0)
+        self._news.bind(news_address(run_dir))
+        self._poller = zmq.Poller()
+        self._poller.register(self._plans, zmq.POLLIN)
+        self._poller.register(self._news, zmq.POLLIN)
+        self.joined: set[int] = set()
+        self.left: set[int] = set()
+
+    def publish(self, message: ToWorker) -> None:
+        """Send to every worker that has joined."""
+        self._plans.send(_ENCODER.encode(message))
+
+    def receive(self, timeout_s: float) -> FromWorker | None:
+        """Return the next report, or None when there is none in `timeout_s` or only joins and leaves came.
+
+        Reports are read before leaves: what a worker said last is known before it is known to be gone.
+        """
+        ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
+        if self._news in ready:
+            return _FROM_WORKER.decode(self._news.recv())
+        while self._plans in ready and self._plans.poll(0):
+            self._note(self._plans.recv())
+        return None
+
+    def _note(self, frame: bytes) -> None:
+        topic = frame[1:]
+        if topic.startswith(_RANK_TOPIC):
+            rank = int(topic.removeprefix(_RANK_TOPIC))
+            (self.joined if frame[0] == _JOINED else self.left).add(rank)
+
+    def close(self) -> None:
+        """Close both channels; what was published is still delivered to live workers, for at most a second."""
+        self._context.destroy(linger=1000)
+
+
+class WorkerLink:
+    """A worker's ends of the same channels."""
+
+    def __init__(self, run_dir: str, rank: int) -> None:
+        self._context = zmq.Context()
+        self._news = self._context.socket(zmq.PUSH)
+        self._news.setsockopt(zmq.SNDHWM, 0)
+        self._news.connect(news_address(run_dir))
+        self._plans = self._context.socket(zmq.SUB)
+        self._plans.setsockopt(zmq.RCVHWM, 0)
+        self._plans.setsockopt(zmq.SUBSCRIBE, b"")
+        self._plans.setsockopt(zmq.SUBSCRIBE, _RANK_TOPIC + str(rank).encode())
+        self._plans.connect(plans_address(run_dir))
+
+    def receive(self, *, wait: bool) -> ToWorker | None:
+        """Return the next message; without `wait`, None when there is none yet."""
+        if not wait and not self._plans.poll(0):
+            return None
+        return _TO_WORKER.decode(self._plans.recv())
+
+    def send(self, message: FromWorker) -> None:
+        self._news.send(_ENCODER.encode(message))
+
+    def close(self) -> None:
+        """Deliver what was sent, for at most two seconds, and close."""
+        self._context.destroy(linger=2000)

@@ -1,0 +1,74 @@
+"""All of it in this process, for one rank: tests, debuggers and library use see one stack."""
+
+from __future__ import annotations
+
+import torch
+
+from rocm_serve.config.schema import Resolved
+from rocm_serve.errors import UserError
+from rocm_serve.executor.api import ExecutorFailed
+from rocm_serve.executor.loading import load_stage_model
+from rocm_serve.executor.memory import effective_limits
+from rocm_serve.executor.runner import StageRunner, warm_up_plans
+from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, Plan, StepResult, WorkerLoaded
+from rocm_serve.parallel.comm import SoloComm
+from rocm_serve.parallel.mesh import Mesh
+
+
+class LocalExecutor:
+    """Runs plans in the calling thread: `submit` keeps the plan, `poll` does the work."""
+
+    depth = 1
+
+    def __init__(self, resolved: Resolved) -> None:
+        assert resolved.tp * resolved.pp == 1, "one process is one rank"
+        self._resolved = resolved
+        self._runner: StageRunner | None = None
+        self._plan: Plan | None = None
+        self._next_seq = 0
+
+    def start(self) -> EffectiveLimits:
+        """Load, allocate, warm up.
+
+        Errors: UserError when the model cannot be served as wished; ExecutorFailed when warming up fails.
+        """
+        resolved = self._resolved
+        torch.set_num_threads(resolved.torch_threads)
+        stage = load_stage_model(resolved, Mesh(tp=1, pp=1).coord(0), SoloComm())
+        loaded = WorkerLoaded(0, WIRE_VERSION, stage.cache_bytes, stage.page_bytes, stage.slot_bytes)
+        limits = effective_limits(resolved, [loaded])
+        self._runner = stage.runner(num_pages=limits.num_pages, num_slots=limits.num_slots)
+        for plan in warm_up_plans(resolved.page_size, resolved.max_model_len):
+            self._run(plan, "warming up")
+        return limits
+
+    def submit(self, plan: Plan) -> None:
+        """Keep one plan for the next `poll`."""
+        assert self._plan is None, "one plan at a time"
+        assert plan.seq == self._next_seq, f"plan {plan.seq} where {self._next_seq} is next"
+        self._next_seq += 1
+        self._plan = plan
+
+    def poll(self, timeout_s: float) -> StepResult | None:
+        """Run the submitted plan and return its result; None at once when there is none.
+
+        Errors: ExecutorFailed, with the cause chained.
+        """
+        plan, self._plan = self._plan, None
+        return None if plan is None else self._run(plan, f"step {plan.seq}")
+
+    def shutdown(self) -> None:
+        """Free model and caches."""
+        self._runner = None
+        self._plan = None
+
+    def _run(self, plan: Plan, phase: str) -> StepResult:
+        assert self._runner is not None, "not started"
+        try:
+            result = self._runner.step(plan, None)
+        except UserError:
+            raise
+        except Exception as error:
+            raise ExecutorFailed(f"rank 0 failed during {phase}: {type(error).__name__}: {error}") from error
+        assert isinstance(result, StepResult)
+        return result

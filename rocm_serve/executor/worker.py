@@ -1,0 +1,192 @@
+"""The process of one rank: `python -m rocm_serve.executor.worker --resolved FILE --rank R`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from rocm_serve.config.schema import Resolved
+from rocm_serve.errors import UserError
+from rocm_serve.executor.edges import Arrival, Receiver, Sender
+from rocm_serve.executor.link import WorkerLink
+from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.runner import StageRunner, warm_up_plans
+from rocm_serve.lifeline import die_with_parent
+from rocm_serve.messages import (
+    WIRE_VERSION,
+    AllocateCache,
+    Plan,
+    Shutdown,
+    StepResult,
+    WorkerFailed,
+    WorkerLoaded,
+    WorkerReady,
+)
+from rocm_serve.parallel.groups import Groups, leave_groups, make_groups
+from rocm_serve.parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+
+
+@dataclass(slots=True)
+class StageLoop:
+    """Feeds one rank's runner from the plan channel and its edges."""
+
+    runner: StageRunner
+    receiver: Receiver | None
+    sender: Sender | None
+    link: WorkerLink
+    step: int = -1  # plan that runs now, for the failure report
+
+    def warm_up(self, plans: list[Plan]) -> None:
+        """Run `plans` through runner and edges and tell nobody."""
+        for plan in plans:
+            self._run(plan, self._post(plan))
+
+    def serve(self) -> None:
+        """Run plans until Shutdown. Returns with nothing on its way.
+
+        Every plan that has come is given its receive before the oldest one runs, so that the previous stage never
+        waits for this one to look.
+        """
+        waiting: deque[tuple[Plan, Arrival | None]] = deque()
+        next_seq = 0
+        while True:
+            while (message := self.link.receive(wait=not waiting)) is not None:
+                if isinstance(message, Shutdown):
+                    return
+                assert isinstance(message, Plan), f"unexpected while serving: {message}"
+                assert message.seq == next_seq, f"plan {message.seq} came where {next_seq} is next: one is lost"
+                next_seq += 1
+                waiting.append((message, self._post(message)))
+            plan, arrival = waiting.popleft()
+            self.step = plan.seq
+            result = self._run(plan, arrival)
+            if result is not None and self.runner.coord.tp_rank == 0:
+                self.link.send(result)
+
+    def _post(self, plan: Plan) -> Arrival | None:
+        return self.receiver.post(self.runner.rows(plan)) if self.receiver is not None and plan.work else None
+
+    def _run(self, plan: Plan, arrival: Arrival | None) -> StepResult | None:
+        out = self.runner.step(plan, None if arrival is None else arrival.wait())
+        if isinstance(out, StepResult):
+            return out
+        if plan.work:
+            assert self.sender is not None
+            self.sender.send(out)
+        return None
+
+
+class Worker:
+    """One rank from start to end; `phase` says where it is."""
+
+    def __init__(self, resolved: Resolved, rank: int, link: WorkerLink) -> None:
+        self.resolved = resolved
+        self.coord = Mesh(tp=resolved.tp, pp=resolved.pp, ep=resolved.ep).coord(rank)
+        self.link = link
+        self._phase = "start"
+        self._loop: StageLoop | None = None
+
+    @property
+    def phase(self) -> str:
+        if self._loop is not None and self._loop.step >= 0:
+            return f"step {self._loop.step}"
+        return self._phase
+
+    def run(self) -> None:
+        """Join, load, allocate, warm up, serve until told to stop."""
+        resolved, coord = self.resolved, self.coord
+        torch.set_num_threads(resolved.torch_threads)
+        self._enter("joining the other ranks")
+        groups = make_groups(
+            coord,
+            gpu=resolved.device != "cpu",
+            init_addr=resolved.dist_init_addr,
+            timeout_s=resolved.dist_timeout,
+        )
+        self._enter("loading")
+        stage = load_stage_model(resolved, coord, groups.tp)
+        self.link.send(
+            WorkerLoaded(coord.rank, WIRE_VERSION, stage.cache_bytes, stage.page_bytes, stage.slot_bytes)
+        )
+        message = self.link.receive(wait=True)
+        if isinstance(message, Shutdown):
+            return
+        assert isinstance(message, AllocateCache), f"unexpected after loading: {message}"
+        self._enter("allocating caches")
+        runner = stage.runner(num_pages=message.num_pages, num_slots=message.num_slots)
+        self._loop = StageLoop(runner, *self._edges(groups, stage), self.link)
+        self._enter("warming up")
+        self._loop.warm_up(list(warm_up_plans(resolved.page_size, resolved.max_model_len)))
+        self.link.send(WorkerReady(coord.rank))
+        self._enter("serving")
+        self._loop.serve()
+        leave_groups()
+
+    def _edges(self, groups: Groups, stage: LoadedStage) -> tuple[Receiver | None, Sender | None]:
+        receiver = sender = None
+        if groups.from_previous is not None:
+            hidden_size = stage.facts.hidden_size
+            receiver = Receiver(groups.from_previous, hidden_size=hidden_size, dtype=stage.dtype, device=stage.device)
+        if groups.to_next is not None:
+            sender = Sender(groups.to_next, slots=self.resolved.pp + 1)
+        return receiver, sender
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        log.info("rank %d (stage %d, tensor-parallel %d): %s", self.coord.rank, *_place(self), phase)
+
+
+def _place(worker: Worker) -> tuple[int, int]:
+    return worker.coord.stage, worker.coord.tp_rank
+
+
+def run_worker(resolved: Resolved, rank: int) -> int:
+    """Run one rank and return the exit code of its process; a failure is told to the core first."""
+    link = WorkerLink(resolved.run_dir, rank)
+    worker = Worker(resolved, rank, link)
+    code = 0
+    try:
+        worker.run()
+    except UserError as error:
+        log.error("error: %s", error)
+        link.send(WorkerFailed(rank, worker.phase, str(error)))
+        code = EXIT_USER_ERROR
+    except Exception as error:
+        log.exception("rank %d failed during %s", rank, worker.phase)
+        sentence = f"{type(error).__name__}: {error}".partition("\n")[0]
+        link.send(WorkerFailed(rank, worker.phase, sentence))
+        code = EXIT_FAILED
+    link.close()
+    return code
+
+
+def main() -> None:
+    die_with_parent()
+    parser = argparse.ArgumentParser(description="One rank of rocm-serve; started by its supervisor.")
+    parser.add_argument("--resolved", type=Path, required=True, help="JSON of the resolved configuration")
+    parser.add_argument("--rank", type=int, required=True)
+    args = parser.parse_args()
+    resolved = msgspec.json.decode(args.resolved.read_bytes(), type=Resolved)
+    logging.basicConfig(level=resolved.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    code = run_worker(resolved, args.rank)
+    logging.shutdown()
+    sys.stdout.flush()
+    # Destructors of broken process groups wait for peers that are gone.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
