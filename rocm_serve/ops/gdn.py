@@ -1,0 +1,27 @@
+"""What both forms of the gated delta rule share. Letters: T rows, H value heads, h key heads, D head size."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rocm_serve.ops.rows import pad_rows, steady
+
+L2_EPS = 1e-6
+
+
+def gates(
+    a_TH: torch.Tensor, b_TH: torch.Tensor, a_log_H: torch.Tensor, dt_bias_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log decay g <= 0 and the write strength beta in (0, 1), both fp32 [T, H].
+
+    Source: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
+    """
+    g_TH = steady(F.softplus, a_TH.float() + dt_bias_H.float()) * -torch.exp(a_log_H.float())
+    return g_TH, steady(torch.sigmoid, b_TH.float())
+
+
+def unit(x_ThD: torch.Tensor) -> torch.Tensor:
+    """Return heads of length one in fp32: x / sqrt(sum(x^2) + 1e-6)."""
+    x = pad_rows(x_ThD.float())
+    return (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS))[: x_ThD.shape[0]]

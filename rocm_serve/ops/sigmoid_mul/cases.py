@@ -1,0 +1,23 @@
+"""Inputs of sigmoid_mul that matter."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from rocm_serve.ops.contract import Arguments, Case
+from rocm_serve.ops.inputs import normal
+
+
+def _case(g: torch.Generator, dtype: torch.dtype, *, t: int, h: int, gate: int, scale: float = 2.0) -> Arguments:
+    return {"x_TH": normal(g, t, h, dtype=dtype), "gate": normal(g, t, gate, scale=scale, dtype=dtype)}
+
+
+CASES: dict[str, Case] = {
+    "no rows": partial(_case, t=0, h=64, gate=64),
+    "one row": partial(_case, t=1, h=512, gate=512),
+    "odd sizes": partial(_case, t=37, h=51, gate=51),
+    "a gate a row": partial(_case, t=37, h=256, gate=1),
+    "large values": partial(_case, t=4, h=64, gate=64, scale=100.0),
+}

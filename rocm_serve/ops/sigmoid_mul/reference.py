@@ -1,0 +1,16 @@
+"""An output gate. Letters: T rows, H width."""
+
+from __future__ import annotations
+
+import torch
+
+from rocm_serve.ops.rows import steady
+
+
+def sigmoid_mul(x_TH: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Return x * sigmoid(gate).
+
+    Shapes: x [T, H], gate [T, H], or [T, 1] for one gate a row -> [T, H], dtype of x.
+    Numerics: fp32 inside, one rounding.
+    """
+    return (x_TH.float() * steady(torch.sigmoid, gate.float())).to(x_TH.dtype)

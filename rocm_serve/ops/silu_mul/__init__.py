@@ -1,0 +1,5 @@
+from rocm_serve.ops.contract import Op, rounding_tolerances
+from rocm_serve.ops.silu_mul.cases import CASES
+from rocm_serve.ops.silu_mul.reference import silu_mul
+
+OP = Op("silu_mul", silu_mul, CASES, rounding_tolerances())

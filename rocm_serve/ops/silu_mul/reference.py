@@ -1,0 +1,17 @@
+"""The activation of a gated MLP. Letters: T rows, I width of the MLP."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rocm_serve.ops.rows import steady
+
+
+def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
+    """Return silu(first half) * second half of each row.
+
+    Shapes: [T, 2 I] (gate, then up) -> [T, I], same dtype. Numerics: fp32 inside, one rounding.
+    """
+    gate_TI, up_TI = gate_up_TI.float().chunk(2, dim=-1)
+    return (steady(F.silu, gate_TI) * up_TI).to(gate_up_TI.dtype)
