@@ -1,4 +1,4 @@
-"""The residual stream from one stage to the next: forward only, receives posted early, buffers never reused in flight."""
+"""The residual stream from stage to stage: forward only, receives posted early, buffers never reused in flight."""
 
 from __future__ import annotations
 

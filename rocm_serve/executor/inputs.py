@@ -42,7 +42,7 @@ class Request:
         base = len(self.prompt) if work.recurrent else 0
         source: Sequence[int] = self.output if work.recurrent else self.prompt
         start = work.start - base
-        assert 0 <= start and start + work.num_rows <= len(source), f"rows of {work} are not known tokens of its kind"
+        assert start >= 0 and start + work.num_rows <= len(source), f"rows of {work} are not known tokens of its kind"
         return source[start : start + work.num_rows]
 
 

@@ -118,9 +118,7 @@ class Worker:
         )
         self._enter("loading")
         stage = load_stage_model(resolved, coord, groups.tp)
-        self.link.send(
-            WorkerLoaded(coord.rank, WIRE_VERSION, stage.cache_bytes, stage.page_bytes, stage.slot_bytes)
-        )
+        self.link.send(WorkerLoaded(coord.rank, WIRE_VERSION, stage.cache_bytes, stage.page_bytes, stage.slot_bytes))
         message = self.link.receive(wait=True)
         if isinstance(message, Shutdown):
             return
