@@ -82,6 +82,22 @@ def serve(
 
 
 @app.command()
+def make_checkpoint(
+    layout: Annotated[str, typer.Option(help="text-fp8, text-bf16, vl-fp8 or dense, as published.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to.")],
+    mtp: Annotated[str, typer.Option(help="Format of the draft layer: fp8, bf16 or none.")] = "bf16",
+    seed: Annotated[int, typer.Option(help="The same seed writes the same bytes.")] = 0,
+    dims: Annotated[str, typer.Option(help="default, or narrow: refused at --tp 2, for tests.")] = "default",
+) -> None:
+    """Write a small random checkpoint in a published layout."""
+    from rocm_serve.checkpoint.synthetic import make_checkpoint as write
+
+    path = write(out, layout, mtp, seed, dims=dims)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    Console().print(f"{path}: {layout}, mtp {mtp}, seed {seed}, {size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     Console().print(f"rocm-serve {VERSION}", highlight=False)
