@@ -222,9 +222,10 @@ class Sampler:
         """Replace the tokens of filtered rows; every rank sees all candidates of them."""
         if found.narrow:
             packet_SRKF = self._comm.all_gather(torch.cat(found.narrow))
-            width = packet_SRKF.shape[2]
-            values_RW, ids_RW = reference.top_of_all(packet_SRKF[..., 0].float(), packet_SRKF[..., 1].long(), width)
-            self._draw(values_RW, ids_RW, [i for i, row in enumerate(rows) if row.narrow], rows, tokens)
+            narrow = [i for i, row in enumerate(rows) if row.narrow]
+            most = max(rows[i].params.top_k for i in narrow)
+            values_RW, ids_RW = reference.top_of_all(packet_SRKF[..., 0].float(), packet_SRKF[..., 1].long(), most)
+            self._draw(values_RW, ids_RW, narrow, rows, tokens)
         if found.wide:
             row_SRV = self._comm.all_gather(torch.cat(found.wide))
             values_RW, ids_RW = row_SRV.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)

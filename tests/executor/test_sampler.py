@@ -1,0 +1,497 @@
+"""The sampler against an independent model: numpy, float64, plain-integer random numbers, written here from the
+documented order of operations.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rocm_serve.executor import sampler as module
+from rocm_serve.executor.sampler import SampledToken, Sampler, SampleRow, SamplingFailed, TokenCounts
+from rocm_serve.ops.sampling.cases import CASES
+from rocm_serve.parallel.comm import Comm, CountingComm, SoloComm, run_ranks
+from rocm_serve.types import SamplingParams, TokenLogprob
+
+V, USED = 192, 181
+
+
+def make(vocab: int = V, used: int = USED, comm: Comm | None = None) -> Sampler:
+    comm = comm or SoloComm()
+    width = vocab // comm.size
+    return Sampler(comm, vocab_start=comm.rank * width, vocab_local=width, vocab_used=used)
+
+
+def shard(logits: torch.Tensor, comm: Comm) -> torch.Tensor:
+    width = logits.shape[-1] // comm.size
+    return logits[:, comm.rank * width : (comm.rank + 1) * width].contiguous()
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow], tp: int = 1, used: int = USED) -> list[SampledToken]:
+    """Sample on `tp` simulated ranks; every rank must say the same."""
+    results = run_ranks(tp, lambda comm: make(logits.shape[-1], used, comm).sample(shard(logits, comm), rows))
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def row(position: int = 3, prompt: Sequence[int] = (), output: Sequence[int] = (), **params: object) -> SampleRow:
+    return SampleRow(
+        SamplingParams(max_tokens=100, **params),  # type: ignore[arg-type]
+        position=position,
+        num_generated=len(output),
+        prompt_ids=prompt,
+        output_ids=output,
+    )
+
+
+def normal(rows: int, vocab: int = V, seed: int = 0) -> torch.Tensor:
+    return CASES["normal"](torch.Generator().manual_seed(seed), rows, vocab)
+
+
+def edited(logits: np.ndarray, r: SampleRow, used: int = USED) -> np.ndarray:
+    """Bias, mask and penalties in float64, one id after the other."""
+    x = logits.astype(np.float64).copy()
+    out = Counter(r.output_ids)
+    p = r.params
+    for i in range(x.size):
+        x[i] += p.logit_bias.get(i, 0.0)
+        if r.num_generated < p.min_tokens and i in p.eos_token_ids + p.stop_token_ids:
+            x[i] = -np.inf
+        if out[i] or i in r.prompt_ids:
+            x[i] = x[i] / p.repetition_penalty if x[i] > 0 else x[i] * p.repetition_penalty
+        x[i] -= p.frequency_penalty * out[i] + (p.presence_penalty if out[i] else 0.0)
+    x[used:] = -np.inf
+    return x
+
+
+def distribution(logits: np.ndarray, r: SampleRow, used: int = USED) -> np.ndarray:
+    """The distribution that the row is to be drawn from: each filter removes ids and renormalises."""
+    x = edited(logits, r, used) / r.params.temperature
+    prob = np.exp(x - x.max())
+    prob /= prob.sum()
+    order = sorted(range(prob.size), key=lambda i: (-prob[i], i))
+    if r.params.top_k:
+        prob[order[r.params.top_k :]] = 0.0
+        prob /= prob.sum()
+    if r.params.top_p < 1.0:
+        mass, keep = 0.0, []
+        for i in order:
+            keep.append(i)
+            mass += prob[i]
+            if mass >= r.params.top_p:
+                break
+        prob[[i for i in order if i not in keep]] = 0.0
+        prob /= prob.sum()
+    prob[prob < r.params.min_p * prob.max()] = 0.0
+    return prob / prob.sum()
+
+
+def splitmix(z: int) -> int:
+    z %= 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def predicted(logits: np.ndarray, r: SampleRow, used: int = USED) -> tuple[int, float]:
+    """Return the token to expect and by how much it wins."""
+    if r.params.temperature == 0:
+        score = edited(logits, r, used)
+    else:
+        gamma = 0x9E3779B97F4A7C15
+        start = splitmix(splitmix(splitmix(r.params.seed) + (r.params.choice + 1) * gamma) + (r.position + 1) * gamma)
+        u = np.array([((splitmix(start + (i + 1) * gamma) >> 12) + 0.5) / 2**52 for i in range(logits.size)])
+        with np.errstate(divide="ignore"):
+            score = np.log(distribution(logits, r, used)) - np.log(-np.log1p(-u))
+    best = int(np.argmax(score))
+    return best, float(score[best] - np.max(np.delete(score, best)))
+
+
+GREEDY_FIELDS: dict[str, dict[str, object]] = {
+    "nothing": {},
+    "bias": {"logit_bias": {5: 9.0, 100: -100.0, 180: 4.5}},
+    "bias on padding": {"logit_bias": {185: 100.0}},
+    "min_tokens": {"min_tokens": 4, "eos_token_ids": tuple(range(0, 90)), "stop_token_ids": (120, 121)},
+    "min_tokens reached": {"min_tokens": 3, "eos_token_ids": tuple(range(0, 90))},
+    "repetition": {"repetition_penalty": 1.7},
+    "repetition below one": {"repetition_penalty": 0.4},
+    "presence": {"presence_penalty": 2.0},
+    "negative presence": {"presence_penalty": -2.0},
+    "frequency": {"frequency_penalty": 1.1},
+    "negative frequency": {"frequency_penalty": -1.1},
+    "all": {
+        "logit_bias": {3: 5.0, 7: -6.0},
+        "min_tokens": 9,
+        "eos_token_ids": (20, 21),
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+    },
+}
+SAMPLED_FIELDS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "cold": {"temperature": 0.3},
+    "hot": {"temperature": 5.0},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.05},
+    "qwen": {"top_k": 20, "top_p": 0.95},
+    "everything": GREEDY_FIELDS["all"] | {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+}
+PROMPT, OUTPUT = (3, 7, 7, 40, 150, 180), (9, 3, 9)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", [*GREEDY_FIELDS, *SAMPLED_FIELDS])
+def test_every_field_gives_the_predicted_token(name: str, tp: int) -> None:
+    """100 rows of each field; none may differ except where the prediction itself wins by less than 1e-4."""
+    fields = {"temperature": 0.0} | GREEDY_FIELDS[name] if name in GREEDY_FIELDS else SAMPLED_FIELDS[name]
+    logits = normal(100, seed=tp)
+    logits[:, [*PROMPT, *OUTPUT]] += 6.0
+    seeds = random.Random(name)
+    rows = [row(9 + i, PROMPT, OUTPUT, seed=seeds.getrandbits(64), choice=i % 3, **fields) for i in range(100)]
+    expected = [predicted(x, r) for x, r in zip(logits.numpy(), rows, strict=True)]
+    tokens = [s.token for s in sample(logits, rows, tp)]
+    assert all(got == want for got, (want, gap) in zip(tokens, expected, strict=True) if gap > 1e-4)
+    assert sum(gap > 1e-4 for _, gap in expected) >= 98
+    if name not in ("nothing", "plain", "bias on padding", "min_tokens reached"):
+        plain = [row(r.position, seed=r.params.seed, choice=r.params.choice, temperature=0.0) for r in rows]
+        if name in SAMPLED_FIELDS:
+            plain = [row(r.position, seed=r.params.seed, choice=r.params.choice) for r in rows]
+        assert tokens != [s.token for s in sample(logits, plain, tp)], f"{name} changed nothing in 100 rows"
+
+
+PROBABILITIES = np.array([0.4, 0.25, 0.12, 0.08, 0.06, 0.04, 0.03, 0.02])
+
+
+def log_probabilities(vocab: int) -> torch.Tensor:
+    """Put PROBABILITIES on ids 10, 30, 50, ... (over several shards), next to nothing elsewhere."""
+    x = np.full(vocab, -60.0)
+    x[10 : 10 + 20 * 8 : 20] = np.log(PROBABILITIES)
+    return torch.tensor(x, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [
+        ({"top_k": 1}, 1),
+        ({"top_k": 3}, 3),
+        ({"top_k": 2000, "top_p": 0.999}, 8),
+        ({"top_p": 0.0}, 1),
+        ({"top_p": 0.39}, 1),
+        ({"top_p": 0.41}, 2),
+        ({"top_p": 0.649}, 2),
+        ({"top_p": 0.651}, 3),
+        ({"top_p": 0.999}, 8),
+        ({"min_p": 0.31}, 1 + 1),
+        ({"min_p": 0.29}, 3),
+        ({"min_p": 1.0}, 1),
+        ({"top_k": 3, "top_p": 0.83}, 2),
+        ({"top_k": 3, "top_p": 0.85}, 3),
+        ({"top_k": 6, "top_p": 0.9, "min_p": 0.19}, 4),
+        ({"temperature": 0.5, "min_p": 0.31}, 2),
+        ({"temperature": 2.0, "min_p": 0.31}, 6),
+        ({"temperature": 2.0, "top_k": 4, "min_p": 0.31}, 4),
+    ],
+)
+def test_support_is_exactly_the_ids_that_the_filters_keep(fields: dict[str, object], size: int, tp: int) -> None:
+    logits = log_probabilities(V).repeat(640, 1)
+    rows = [row(i, seed=11, **fields) for i in range(640)]
+    expected = {int(i) for i in distribution(logits[0].numpy(), rows[0]).nonzero()[0]}
+    assert len(expected) == size, "the prediction is what one counts by hand"
+    assert {s.token for s in sample(logits, rows, tp)} == expected
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_ties_at_a_boundary_keep_the_lowest_ids(tp: int) -> None:
+    logits = torch.zeros(640, V)
+    for fields, size in (({"top_k": 5}, 5), ({"top_k": 100}, 100), ({"top_p": 5.5 / USED}, 6), ({"min_p": 1.0}, USED)):
+        seen = {s.token for s in sample(logits, [row(i, **fields) for i in range(640)], tp)}
+        assert seen <= set(range(size))
+        assert size > 10 or seen == set(range(size))
+        assert len(seen) > size * 0.9
+    greedy = sample(CASES["tied"](torch.Generator().manual_seed(1), 40, V), [row(temperature=0.0)] * 40, tp)
+    top_1 = sample(
+        CASES["tied"](torch.Generator().manual_seed(1), 40, V), [row(top_k=1, seed=s) for s in range(40)], tp
+    )
+    tied = CASES["tied"](torch.Generator().manual_seed(1), 40, V).numpy()[:, :USED]
+    assert [s.token for s in greedy] == [s.token for s in top_1] == np.argmax(tied, -1).tolist()
+
+
+def chi_square_deviation(tokens: Sequence[int], probabilities: np.ndarray) -> float:
+    """Standard deviations of chi-square above its mean; ids expected fewer than five times are one cell."""
+    counts = np.bincount(tokens, minlength=probabilities.size).astype(float)
+    expected = probabilities * len(tokens)
+    rare = expected < 5
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    used = expected > 0
+    assert counts[~used].sum() == 0
+    degrees = used.sum() - 1
+    return float((((counts - expected)[used] ** 2 / expected[used]).sum() - degrees) / math.sqrt(2 * degrees))
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 0.6}, {"temperature": 3.0, "top_p": 0.8}, {"top_k": 20, "min_p": 0.02}]
+)
+@pytest.mark.parametrize("along", ["seed", "position", "choice"])
+def test_draws_follow_the_distribution_along_every_key(fields: dict[str, object], along: str) -> None:
+    count = 6400
+    logits = normal(1, seed=8)
+    key: Callable[[int], dict[str, int]] = {
+        "seed": lambda i: {"seed": 2**64 - 1 - i},
+        "position": lambda i: {"position": i, "seed": 5},
+        "choice": lambda i: {"choice": i, "seed": 5},
+    }[along]
+    rows = [row(**key(i), **fields) for i in range(count)]  # type: ignore[arg-type]
+    tokens = [s.token for s in make().sample(logits.repeat(count, 1), rows)]
+    assert abs(chi_square_deviation(tokens, distribution(logits[0].numpy(), rows[0]))) < 4.5
+
+
+def test_filters_that_remove_nothing_draw_the_same_tokens() -> None:
+    logits = normal(64)
+    plain = sample(logits, [row(seed=i) for i in range(64)])
+    for fields in ({"top_k": V}, {"top_k": 5000}, {"top_p": 1.0 - 1e-15}, {"min_p": 1e-30}):
+        assert sample(logits, [row(seed=i, **fields) for i in range(64)]) == plain
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1e5, 1e30])
+@pytest.mark.parametrize("fields", [{}, {"top_k": 7}, {"top_p": 0.99}])
+def test_extreme_temperatures_sample_used_ids(temperature: float, fields: dict[str, object]) -> None:
+    logits = normal(64)
+    tokens = [s.token for s in sample(logits, [row(seed=i, temperature=temperature, **fields) for i in range(64)])]
+    assert all(0 <= token < USED for token in tokens)
+    if temperature < 1:
+        assert sum(a == b for a, b in zip(tokens, logits[:, :USED].argmax(-1).tolist(), strict=True)) >= 63
+    else:
+        assert len(set(tokens)) > 20
+
+
+def mixed_rows(count: int) -> list[SampleRow]:
+    kinds = [{"temperature": 0.0}, *SAMPLED_FIELDS.values()]
+    return [
+        row(5 + i, PROMPT, OUTPUT, seed=i, logprobs=(None, 0, 2, 7)[i % 4], **kinds[i % len(kinds)])
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("case", ["normal", "tied", "peaked"])
+def test_bits_of_a_row_do_not_depend_on_its_batch(case: str) -> None:
+    """Alone, in another order, among others, before padding rows: the same token and the same bits of log-probs."""
+    logits = CASES[case](torch.Generator().manual_seed(4), 70, V)
+    rows = mixed_rows(70)
+    together = make().sample(logits, rows)
+    order = random.Random(1).sample(range(70), 70)
+    shuffled = make().sample(logits[order], [rows[i] for i in order])
+    assert [shuffled[order.index(i)] for i in range(70)] == together
+    assert [make().sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(70)] == together
+    assert make().sample(torch.cat([logits[:9], logits[:23] * float("nan")]), rows[:9]) == together[:9]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bits_do_not_depend_on_threads(threads: int) -> None:
+    logits, rows = normal(40, 9600), mixed_rows(40)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = make(9600, 9000).sample(logits, rows)
+        torch.set_num_threads(threads)
+        assert make(9600, 9000).sample(logits, rows) == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_shards_change_no_token_and_log_probs_by_rounding_only(case: str, tp: int) -> None:
+    logits = CASES[case](torch.Generator().manual_seed(tp), 66, V)
+    rows = mixed_rows(66)
+    for one, many in zip(sample(logits, rows), sample(logits, rows, tp), strict=True):
+        assert one.token == many.token
+        assert (one.logprob is None) == (many.logprob is None)
+        if one.logprob and many.logprob:
+            assert one.logprob.top_ids == many.logprob.top_ids
+            assert many.logprob.logprob == pytest.approx(one.logprob.logprob, abs=2e-6)
+            assert many.logprob.top_logprobs == pytest.approx(one.logprob.top_logprobs, abs=2e-6)
+
+
+def test_a_shard_of_padding_only_offers_nothing() -> None:
+    logits = normal(33)
+    logits[:, 90:] += 50.0
+    rows = [replace(r, params=r.params) for r in mixed_rows(33)]
+    result = sample(logits, rows, tp=4, used=90)
+    assert all(s.token < 90 for s in result)
+    assert all(token < 90 for s in result if s.logprob for token in s.logprob.top_ids)
+    assert result == sample(logits, rows, tp=4, used=90)
+
+
+def check_logprob(found: TokenLogprob, logits: torch.Tensor, target: int, k: int, used: int = USED) -> None:
+    """Against log_softmax in float64 over every row of lm_head, and the exact order of the alternatives."""
+    expected = torch.log_softmax(logits.double(), -1)
+    order = sorted(range(used), key=lambda i: (-logits[i].item(), i))[:k]
+    assert found.token == target and list(found.top_ids) == order
+    assert found.logprob == pytest.approx(expected[target].item(), abs=3e-6, rel=1e-6)
+    assert found.top_logprobs == pytest.approx([expected[i].item() for i in order], abs=3e-6, rel=1e-6)
+    assert found.logprob <= 0.0
+    if target in order:
+        assert found.logprob == found.top_logprobs[order.index(target)], "lm-eval compares the two as floats"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_log_probs_are_those_of_the_raw_logits(case: str, tp: int) -> None:
+    """Penalties, bias, temperature and filters choose the token and leave its log-prob alone."""
+    logits = CASES[case](torch.Generator().manual_seed(9), 48, V)
+    rows = [row(i, PROMPT, OUTPUT, logprobs=i % 9, **SAMPLED_FIELDS["everything"]) for i in range(48)]
+    for i, s in enumerate(sample(logits, rows, tp)):
+        assert s.logprob is not None
+        check_logprob(s.logprob, logits[i], s.token, i % 9)
+
+
+def test_more_alternatives_than_ids_gives_every_used_id() -> None:
+    logits = normal(1, 64)
+    (s,) = sample(logits, [row(logprobs=500)], tp=4, used=40)
+    assert s.logprob is not None
+    check_logprob(s.logprob, logits[0], s.token, 40, used=40)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("count", [0, 1, 31, 256, 300, 513])
+def test_prompt_log_probs_in_bounded_slices(count: int, tp: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    hidden = torch.randint(-8, 9, (count, 32), generator=generator) / 8  # eighths: products and sums are exact
+    weight = torch.randint(-8, 9, (V, 32), generator=generator) / 8
+    targets = torch.randint(V, (count,), generator=generator).tolist()
+    ks = [i % 6 for i in range(count)]
+    sizes: list[int] = []
+
+    def body(comm: Comm) -> list[TokenLogprob]:
+        local = shard(weight.T, comm)
+
+        def logits_of(x: torch.Tensor) -> torch.Tensor:
+            sizes.append(x.shape[0])
+            return x @ local
+
+        return make(comm=comm).prompt_logprobs(logits_of, hidden, targets, ks)
+
+    results = run_ranks(tp, body)
+    assert all(result == results[0] for result in results) and len(results[0]) == count
+    assert all(size <= module.SLICE_ROWS and size % 32 == 0 for size in sizes)
+    for i, found in enumerate(results[0]):
+        check_logprob(found, hidden[i] @ weight.T, targets[i], ks[i])
+
+
+def test_prompt_log_probs_do_not_depend_on_how_rows_are_put_together() -> None:
+    hidden, weight = normal(300, 64, seed=3), normal(64, V, seed=4)
+    targets = [i % V for i in range(300)]
+    whole = make().prompt_logprobs(lambda x: x @ weight, hidden, targets, [3] * 300)
+    parts: list[TokenLogprob] = []
+    for start, end in ((0, 1), (1, 64), (64, 65), (65, 300)):
+        parts += make().prompt_logprobs(
+            lambda x: x @ weight, hidden[start:end], targets[start:end], [3 + start] * (end - start)
+        )
+    assert [(p.token, p.logprob, p.top_ids[:3], p.top_logprobs[:3]) for p in parts] == [
+        (p.token, p.logprob, p.top_ids, p.top_logprobs) for p in whole
+    ]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"logprobs": 2}])
+def test_bad_logits_are_an_error_that_names_the_row_on_every_rank(bad: float, fields: dict[str, object]) -> None:
+    logits = normal(40)
+    logits[37, 100] = bad
+    rows = [row(1000 + i, **fields) for i in range(40)]
+
+    def body(comm: Comm) -> str:
+        with pytest.raises(SamplingFailed) as caught:
+            make(comm=comm).sample(shard(logits, comm), rows)
+        return str(caught.value)
+
+    messages = run_ranks(2, body)
+    assert messages[0] == messages[1]
+    assert "row 37 (token 1037 of its sequence)" in messages[0] and "row 36" not in messages[0]
+
+
+def test_bad_logits_of_a_prompt_are_an_error_that_names_the_rows() -> None:
+    logits = normal(300)
+    logits[290, 5] = float("nan")
+    with pytest.raises(SamplingFailed, match=r"\[290\]"):
+        make().prompt_logprobs(lambda x: x, logits, [1] * 300, [0] * 300)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}])
+def test_a_mask_over_every_id_is_an_error(fields: dict[str, object]) -> None:
+    with pytest.raises(SamplingFailed, match="every token is masked: row 0"):
+        make().sample(normal(1), [row(min_tokens=1, eos_token_ids=tuple(range(USED)), **fields)])
+
+
+def test_no_rows_make_no_collective() -> None:
+    comm = CountingComm(SoloComm())
+    assert make(comm=comm).sample(normal(32), []) == []
+    assert make(comm=comm).prompt_logprobs(lambda x: x, normal(0), [], []) == []
+    assert not comm.calls
+
+
+def test_only_filtered_rows_move_more_than_a_few_numbers() -> None:
+    """Bytes sent per rank: 24 a row; candidates for top_k; whole rows for top_p alone."""
+
+    def sent(fields: dict[str, object]) -> int:
+        comm = CountingComm(SoloComm())
+        make(comm=comm).sample(normal(32), [row(**fields)] * 32)
+        return comm.bytes["all_gather"]
+
+    assert sent({"temperature": 0.0, "presence_penalty": 1.0}) == sent({}) == 32 * 24
+    assert sent({"top_k": 20, "top_p": 0.9}) == 32 * (24 + 20 * 16)
+    assert sent({"top_p": 0.9}) == 32 * (24 + 4 * V)
+
+
+def test_kept_counts_give_what_fresh_counts_give() -> None:
+    logits, generator = normal(12, seed=6), random.Random(2)
+    prompt = [generator.randrange(USED) for _ in range(30)]
+    output: list[int] = []
+    kept = TokenCounts(prompt)
+    for i in range(12):
+        fresh = row(30 + i, prompt, output, seed=i, repetition_penalty=1.3, frequency_penalty=0.4)
+        (a,) = make().sample(logits[i : i + 1], [fresh])
+        (b,) = make().sample(logits[i : i + 1], [replace(fresh, counts=kept)])
+        assert a == b
+        output.append(a.token)
+    assert kept.output(output) == Counter(output)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
+def test_seeds_up_to_64_bits_draw_their_own_tokens(seed: int) -> None:
+    logits = torch.zeros(64, V)
+    tokens = [s.token for s in make().sample(logits, [row(i, seed=seed) for i in range(64)])]
+    other = [s.token for s in make().sample(logits, [row(i, seed=seed ^ 1) for i in range(64)])]
+    assert len(set(tokens)) > 40 and sum(a == b for a, b in zip(tokens, other, strict=True)) < 6
+
+
+@pytest.mark.slow
+def test_the_real_vocabulary_once(capsys: pytest.CaptureFixture[str]) -> None:
+    vocab, used, count = 248320, 248077, 32
+    logits = normal(count, vocab)
+    logits[:, used:] += 100.0
+    for fields in ({"temperature": 0.0}, {}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.95}, {"logprobs": 5}):
+        rows = [row(i, seed=2**64 - 1, **fields) for i in range(count)]
+        sampler = make(vocab, used)
+        start = time.perf_counter()
+        result = sampler.sample(logits, rows)
+        with capsys.disabled():
+            print(f"\n{count} rows x {vocab} ids, {fields}: {(time.perf_counter() - start) * 1e3:.0f} ms")
+        assert all(s.token < used for s in result)
+        assert [s.token for s in sample(logits[:3], rows[:3], tp=2, used=used)] == [s.token for s in result[:3]]
+        for i in range(3):
+            if (found := result[i].logprob) is not None:
+                assert found.logprob == pytest.approx(
+                    torch.log_softmax(logits[i].double(), -1)[found.token].item(), abs=1e-5
+                )
