@@ -47,10 +47,11 @@ class CoreLink:
         self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)  # every join and leave, also when topics are shared
         self._plans.setsockopt(zmq.SNDHWM, 0)
         self._plans.setsockopt(zmq.RCVHWM, 0)
-        self._plans.bind(plans_address(run_dir))
+        self._addresses = plans_address(run_dir), news_address(run_dir)
+        self._plans.bind(self._addresses[0])
         self._news = self._context.socket(zmq.PULL)
         self._news.setsockopt(zmq.RCVHWM, 0)
-        self._news.bind(news_address(run_dir))
+        self._news.bind(self._addresses[1])
         self._poller = zmq.Poller()
         self._poller.register(self._plans, zmq.POLLIN)
         self._poller.register(self._news, zmq.POLLIN)
@@ -82,6 +83,8 @@ class CoreLink:
     def close(self) -> None:
         """Close both channels; what was published is still delivered to live workers, for at most a second."""
         self._context.destroy(linger=1000)
+        for address in self._addresses:
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class WorkerLink:

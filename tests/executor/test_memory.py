@@ -1,0 +1,151 @@
+"""The byte arithmetic: equal to what torch allocates, and never more pages or slots than any rank affords."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rocm_serve.cache.allocate import KV_DTYPES, allocate_stage_cache, cache_bytes
+from rocm_serve.errors import UserError
+from rocm_serve.executor import memory, sampler
+from rocm_serve.executor.memory import bytes_for_caches, cpu_memory, effective_limits, layout_of, page_bytes, slot_bytes
+from rocm_serve.messages import EffectiveLimits, WorkerLoaded
+from rocm_serve.models.qwen3_5.spec import ConfigFormats, stage_params
+from rocm_serve.parallel.mesh import Mesh
+from tests.executor.wishes import facts, resolved
+
+
+def loaded(rank: int, cache: int, page: int, slot: int) -> WorkerLoaded:
+    return WorkerLoaded(rank, 1, cache, page, slot)
+
+
+@pytest.mark.parametrize("kv", list(KV_DTYPES))
+@pytest.mark.parametrize(("tp", "pp", "rank"), [(1, 1, 0), (2, 1, 1), (4, 1, 2), (1, 2, 0), (2, 2, 3), (1, 8, 7)])
+def test_page_and_slot_bytes_equal_allocated_ones(tp: int, pp: int, rank: int, kv: str) -> None:
+    wish = resolved(tp=tp, pp=pp, kv_cache_dtype=kv, dtype="bfloat16")
+    coord = Mesh(tp, pp).coord(rank)
+    pages, slots = 7, 3
+    cache = allocate_stage_cache(
+        layout_of(facts(), coord, wish),
+        num_pages=pages,
+        num_slots=slots,
+        kv_dtype=KV_DTYPES[kv],
+        conv_dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    expected = pages * page_bytes(facts(), coord, wish) + (slots + 1) * slot_bytes(facts(), coord, wish)
+    assert cache_bytes(cache) == expected
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 2)])
+def test_weight_bytes_equal_those_of_tensors_of_the_local_shapes(tp: int, pp: int) -> None:
+    wish = resolved(tp=tp, pp=pp)
+    total = 0
+    for rank in range(tp * pp):
+        coord = Mesh(tp, pp).coord(rank)
+        params = stage_params(facts(), coord, formats=ConfigFormats(facts()), mtp=False)
+        planned = memory.weight_bytes(params, coord, wish)
+        shapes = [memory.local_shape(p, tp, coord.tp_rank) for p in params.values()]
+        assert planned == sum(torch.empty(s, device="meta").nbytes for s in shapes)
+        total += planned
+    assert total > 0
+
+
+budgets = st.lists(
+    st.tuples(st.integers(1, 10**7), st.sampled_from([0, 64, 640, 1000]), st.sampled_from([0, 500, 12345])),
+    min_size=4,
+    max_size=4,
+)
+
+
+@given(budgets, st.integers(1, 100), st.sampled_from([1, 16, 64]), st.integers(1, 2000), st.booleans())
+def test_limits_fit_every_rank_and_hold_one_full_request(
+    costs: Sequence[tuple[int, int, int]], wish: int, page_size: int, length: int, capped: bool
+) -> None:
+    assume(any(page or slot for _, page, slot in costs))
+    ranks = [loaded(rank, *cost) for rank, cost in enumerate(costs)]
+    wished = resolved(
+        tp=2,
+        pp=2,
+        max_running_requests=wish,
+        page_size=page_size,
+        max_model_len=length,
+        max_total_tokens=3 * length + page_size if capped else None,
+    )
+    try:
+        limits = effective_limits(wished, ranks)
+    except UserError as error:
+        least = -(-length // page_size)
+        assert any(c < least * p + 2 * s for c, p, s in costs), error
+        return
+    assert 1 <= limits.max_running_requests == limits.num_slots <= wish
+    assert limits.num_pages * page_size >= length
+    assert not capped or limits.num_pages * page_size <= 3 * length + page_size
+    assert limits.num_pages <= limits.num_slots * -(-length // page_size)
+    for cache, page, slot in costs:
+        assert limits.num_pages * page + (limits.num_slots + 1) * slot <= cache
+    assert (limits.num_slots < wish) == ("lowered from" in limits.reasons["max_running_requests"])
+
+
+def test_the_rank_that_limits_is_named_with_its_stage() -> None:
+    wish = resolved(tp=1, pp=2, max_running_requests=100, max_model_len=64)
+    limits = effective_limits(wish, [loaded(0, 10**9, 1000, 1000), loaded(1, 100_000, 1000, 10_000)])
+    assert limits.num_slots == 4 and limits.num_pages == 4 * 4
+    assert "rank 1 (stage 1)" in limits.reasons["num_slots"]
+    assert "lowered from 100" in limits.reasons["max_running_requests"]
+    tight = effective_limits(wish, [loaded(0, 10_000, 1000, 0), loaded(1, 100_000, 0, 0)])
+    assert tight.num_pages == 10 and "rank 0 (stage 0)" in tight.reasons["num_pages"]
+
+
+def test_every_limit_has_its_reason() -> None:
+    limits = effective_limits(resolved(), [loaded(0, 10**9, 1000, 1000)])
+    assert set(limits.reasons) == set(EffectiveLimits.__struct_fields__) - {"reasons"}
+
+
+def test_a_cap_on_total_tokens_is_obeyed_and_named() -> None:
+    limits = effective_limits(resolved(max_total_tokens=300), [loaded(0, 10**9, 1000, 1000)])
+    assert limits.num_pages == 300 // 16 and "--max-total-tokens 300" in limits.reasons["num_pages"]
+    with pytest.raises(UserError, match=r"--max-total-tokens 255 holds no request .* legal: at least 256"):
+        effective_limits(resolved(max_total_tokens=255), [loaded(0, 10**9, 1000, 1000)])
+
+
+def test_a_request_that_does_not_fit_is_refused_with_the_length_that_does() -> None:
+    with pytest.raises(UserError) as refusal:
+        effective_limits(resolved(max_model_len=4096), [loaded(0, 100_000, 1000, 10_000)])
+    advised = re.search(r"--max-model-len (\d+) fits", str(refusal.value))
+    assert advised is not None and "\n" not in str(refusal.value)
+    length = int(advised[1])
+    effective_limits(resolved(max_model_len=length), [loaded(0, 100_000, 1000, 10_000)])
+    with pytest.raises(UserError):
+        effective_limits(resolved(max_model_len=length + 1), [loaded(0, 100_000, 1000, 10_000)])
+
+
+def test_a_model_that_does_not_fit_is_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match=r"rank 3 may use 1 GB .* weights take 900 MB and one step up to 200 MB") as e:
+        bytes_for_caches(3, 10**9, 900 * 10**6, 200 * 10**6)
+    assert "\n" not in str(e.value)
+    assert bytes_for_caches(0, 100, 60, 30) == 10
+
+
+def test_workers_of_a_host_share_its_free_memory() -> None:
+    assert cpu_memory(8000, resolved(mem_fraction=0.5)) == 4000
+    assert cpu_memory(8000, resolved(mem_fraction=0.5, tp=2, pp=2)) == 1000
+
+
+def test_a_longer_step_and_more_requests_never_cost_less() -> None:
+    coord = Mesh(2, 2).coord(3)
+    params = stage_params(facts(), coord, formats=ConfigFormats(facts()), mtp=False)
+
+    def cost(**changes: int) -> int:
+        return memory.step_bytes(params, facts(), coord, resolved(tp=2, pp=2, **changes))
+
+    assert cost() < cost(chunked_prefill_size=512) < cost(chunked_prefill_size=512, max_running_requests=64)
+
+
+def test_the_budget_counts_the_slices_that_the_sampler_makes() -> None:
+    assert memory.SCORED_ROWS == sampler.SLICE_ROWS
