@@ -21,8 +21,8 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "surface.json"
 # The flags that users' scripts are promised.
 PROMISED = (
     "model served-model-name host port tp pp ep nnodes node-rank dist-init-addr dist-timeout device dtype"
-    " kv-cache-dtype page-size chunked-prefill-size max-running-requests max-model-len mem-fraction load-format enforce-eager"
-    " op seed log-level config"
+    " kv-cache-dtype page-size chunked-prefill-size max-running-requests max-model-len mem-fraction load-format"
+    " enforce-eager op seed log-level config"
 )
 
 
