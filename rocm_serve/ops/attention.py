@@ -58,9 +58,7 @@ def _gather(pages_PSGD: torch.Tensor, pages: torch.Tensor, length: int, scale: f
     return F.pad(x_LGD, (0, 0, 0, 0, 0, -length % KEY_BLOCK))
 
 
-def _attend(
-    q_nHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, position: int, scale: float
-) -> torch.Tensor:
+def _attend(q_nHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, position: int, scale: float) -> torch.Tensor:
     n, heads, d = q_nHD.shape
     groups, blocks = k_LGD.shape[1], k_LGD.shape[0] // KEY_BLOCK
     r = heads // groups

@@ -29,7 +29,5 @@ def attention_prefill(
     Numerics: fp32 inside, one rounding; a row's bits depend on its query and its keys alone. FP8 pages are
     multiplied by `k_scale` and `v_scale`.
     """
-    attend_paged(
-        q_THD, k_pages_PSGD, v_pages_PSGD, sequences, out_THD, scale=scale, k_scale=k_scale, v_scale=v_scale
-    )
+    attend_paged(q_THD, k_pages_PSGD, v_pages_PSGD, sequences, out_THD, scale=scale, k_scale=k_scale, v_scale=v_scale)
     return out_THD

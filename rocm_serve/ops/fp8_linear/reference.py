@@ -9,9 +9,7 @@ from rocm_serve.ops.fp8 import dequantise, multiply_1x128
 from rocm_serve.ops.rows import pad_rows
 
 
-def fp8_linear(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, scale: torch.Tensor, *, activation: str
-) -> torch.Tensor:
+def fp8_linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, scale: torch.Tensor, *, activation: str) -> torch.Tensor:
     """Multiply rows with an FP8 weight: x @ (weight * scale).T.
 
     Shapes: x [T, K], weight FP8 [N, K], scale fp32 [ceil(N / 128), ceil(K / 128)] -> [T, N], dtype of x.

@@ -10,9 +10,7 @@ from rocm_serve.ops.contract import Arguments, Case
 from rocm_serve.ops.inputs import normal
 
 
-def _case(
-    g: torch.Generator, dtype: torch.dtype, *, t: int, e: int, top_k: int, renormalise: bool = True
-) -> Arguments:
+def _case(g: torch.Generator, dtype: torch.dtype, *, t: int, e: int, top_k: int, renormalise: bool = True) -> Arguments:
     return {"logits_TE": normal(g, t, e, scale=2.0, dtype=dtype), "top_k": top_k, "renormalise": renormalise}
 
 

@@ -23,7 +23,13 @@ def _case(
 ) -> Arguments:
     x = normal(g, *shape[:-1], shape[-1] * (2 if strided else 1), scale=scale, dtype=dtype)[..., : shape[-1]]
     more: Arguments = {"residual_TH": normal(g, *shape, scale=scale, dtype=dtype)} if residual else {}
-    return {"x_TH": x, **more, "weight_H": normal(g, shape[-1], scale=0.3, dtype=dtype), "eps": eps, "plus_one": plus_one}
+    return {
+        "x_TH": x,
+        **more,
+        "weight_H": normal(g, shape[-1], scale=0.3, dtype=dtype),
+        "eps": eps,
+        "plus_one": plus_one,
+    }
 
 
 def _cases(residual: bool) -> dict[str, Case]:

@@ -1,0 +1,83 @@
+"""Gated full attention over paged keys and values.
+
+Letters: T rows (N real ones), H query heads and G key/value heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rocm_serve.layers.linear import ColumnParallelLinear, RowParallelLinear
+from rocm_serve.layers.norm import RMSNorm
+from rocm_serve.layers.rotary import RotaryTable
+from rocm_serve.layers.weights import Weights
+from rocm_serve.ops.batch import ForwardBatch
+from rocm_serve.ops.bind import BoundOps
+from rocm_serve.parallel.comm import Comm
+
+
+class GatedAttention(nn.Module):
+    """Query and key norms, partial rotary, grouped heads, an output gate held beside each query head.
+
+    The projection's rows are [q | gate] per head, then k, then v. `cache_key` names this layer's pages.
+    One all-reduce, after o_proj.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        ops: BoundOps,
+        comm: Comm,
+        *,
+        cache_key: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        rotary: RotaryTable,
+    ) -> None:
+        super().__init__()
+        self.qkv_proj = ColumnParallelLinear(weights.under("qkv_proj"), ops)
+        self.q_norm = RMSNorm(weights.under("q_norm"), ops, eps=eps)
+        self.k_norm = RMSNorm(weights.under("k_norm"), ops, eps=eps)
+        self.o_proj = RowParallelLinear(weights.under("o_proj"), ops, comm)
+        self.ops = ops
+        self.rotary = rotary
+        self.cache_key = cache_key
+        self.heads = num_heads // comm.size
+        self.kv_heads = max(1, num_kv_heads // comm.size)
+        self.head_dim = head_dim
+        self.eps = eps
+
+    def forward(self, x_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        t, d = x_TH.shape[0], self.head_dim
+        kv = self.kv_heads * d
+        qg, k, v = self.qkv_proj(x_TH).split([self.heads * 2 * d, kv, kv], dim=-1)
+        q_THD, gate_THD = qg.view(t, self.heads, 2 * d).split(d, dim=-1)
+        q_THD, k_TGD = self.ops.qk_norm_rope(
+            q_THD,
+            k.view(t, self.kv_heads, d),
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.rotary.cos_PR,
+            self.rotary.sin_PR,
+            batch.positions_T,
+            eps=self.eps,
+        )
+        n = batch.num_rows
+        pages = batch.cache.k_pages[self.cache_key], batch.cache.v_pages[self.cache_key]
+        self.ops.kv_write(k_TGD[:n], v.view(t, self.kv_heads, d)[:n], *pages, batch.kv_index_N)
+        out_THD = self._attend(q_THD, *pages, batch)
+        gated = self.ops.sigmoid_mul(out_THD.view(t, -1), gate_THD.reshape(t, -1))
+        return self.o_proj(gated)
+
+    def _attend(
+        self, q_THD: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        out_THD = torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        runs = batch.sequences.recurrent, batch.sequences.prompt
+        for op, run in zip((self.ops.attention_decode, self.ops.attention_prefill), runs, strict=True):
+            if run.num_sequences:
+                op(q_THD, k_pages, v_pages, run, out_THD, scale=self.head_dim**-0.5)
+        return out_THD
