@@ -1,0 +1,86 @@
+"""Every error of the HTTP surface in OpenAI's shape: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param` names the request field that was wrong, if one was."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """Return the JSON object. ASCII only: a message may quote a lone surrogate that the client sent."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode("ascii")
+
+    @property
+    def kind(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
+        if self.status == 503:
+            return "service_unavailable"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+
+def bad_request(message: str, param: str | None, code: str | None = "invalid_value") -> ApiError:
+    """Return the 400 that names a field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers, media_type="application/json")
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(
+        ApiError(error.status_code, message, code=_CODES.get(error.status_code), headers=error.headers)
+    )
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    names = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    return error_response(bad_request(str(first["msg"]), ".".join(names) or None))
+
+
+async def _on_crash(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Give every failure of `app` the one shape, those of FastAPI and Starlette too."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(Exception, _on_crash)
