@@ -46,12 +46,12 @@ class Formats(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConfigFormats:
-    """What the configuration alone promises: published FP8 repositories store experts one by one, BF16 ones fused."""
+    """What the configuration alone promises: published files store FP8 experts one by one, BF16 ones fused."""
 
     facts: ModelFacts
 
     def fused(self, stem: str) -> bool:
-        return self.facts.quantization is None
+        return not promised_fp8(self.facts, stem)
 
     def fp8(self, key: str) -> bool:
         return promised_fp8(self.facts, key)

@@ -1,0 +1,112 @@
+"""Both sides of the books, from headers alone: every tensor is used once, every parameter is filled. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from rocm_serve.checkpoint.reader import CheckpointReader, TensorInfo
+from rocm_serve.checkpoint.rules import Catalogue, catalogue, orphan_scales, weight_keys
+from rocm_serve.errors import UserError
+from rocm_serve.models.qwen3_5.spec import ModelFacts, promised_fp8, scale_key, stage_layers, stage_params
+from rocm_serve.parallel.layout import Param, Place, copies, shape_at
+from rocm_serve.parallel.mesh import Coord, Mesh
+
+_FLOATS = ("BF16", "F16", "F32")
+_SHOWN = 3
+
+
+def stage_catalogue(reader: CheckpointReader, facts: ModelFacts, coord: Coord, *, mtp: bool) -> Catalogue:
+    """Sort the checkpoint's names for this rank's stage; the result also says how each tensor is stored."""
+    return catalogue(
+        reader.names,
+        stage_layers(facts, coord),
+        first=coord.first_stage,
+        last=coord.last_stage,
+        mtp=mtp,
+        tied=facts.tie_word_embeddings,
+    )
+
+
+def check_stage(
+    reader: CheckpointReader, facts: ModelFacts, params: Mapping[str, Param], found: Catalogue
+) -> dict[str, TensorInfo]:
+    """Compare a stage's parameters with the headers of the shards that hold its tensors.
+
+    Returns where each canonical tensor lies. Reads headers only.
+    Errors: UserError, one line: orphan scale, precision against the configuration, missing, extra, wrong shape or
+    dtype, truncated shard.
+    """
+    _check_precision(facts, found)
+    wanted = {part.key: (part.source, param.dtype) for param in params.values() for part in param.parts}
+    missing = [key for key in wanted if key not in found.tensors]
+    if missing:
+        raise UserError(f"{reader.path} lacks {_some(missing)}")
+    extra = [name for key, name in found.tensors.items() if key not in wanted]
+    if extra:
+        raise UserError(f"{reader.path} holds what this model has no use for: {_some(extra)}")
+    reader.check_shards({reader.names[name] for name in found.tensors.values()})
+    infos = {}
+    for key, (shape, dtype) in wanted.items():
+        info = reader.info(found.tensors[key])
+        if info.shape != shape:
+            asked = f"the configuration asks for {list(shape)}"
+            raise UserError(f"{info.file}: {info.name} has shape {list(info.shape)}; {asked}")
+        legal = ("F8_E4M3",) if dtype == "fp8" else _FLOATS
+        if info.dtype not in legal:
+            why = " with a scale" if dtype == "fp8" else " without a scale" if info.dtype == "F8_E4M3" else ""
+            raise UserError(f"{info.file}: {info.name} is {info.dtype}{why}; legal: {', '.join(legal)}")
+        infos[key] = info
+    return infos
+
+
+def check_filled(params: Mapping[str, Param], place: Place) -> None:
+    """Assert that the copies of every parameter fill its share exactly: a mistake of ours if not."""
+    for param in params.values():
+        filled = sum(copy.elements for copy in copies(param, place))
+        shape = shape_at(param, place)
+        assert filled == prod(shape), f"{param.name}: {filled} elements of {shape} filled"
+
+
+def validate(reader: CheckpointReader, facts: ModelFacts, mesh: Mesh, *, mtp: bool) -> None:
+    """Check the whole checkpoint for every rank of `mesh` from its headers, before anything big is read.
+
+    Errors: UserError, one line.
+    """
+    for stage in range(mesh.pp):
+        coord = mesh.coord(stage * mesh.tp)
+        stage_layers(facts, coord)
+        found = stage_catalogue(reader, facts, coord, mtp=mtp)
+        _check_precision(facts, found)
+        params = stage_params(facts, coord, formats=found, mtp=mtp)
+        check_stage(reader, facts, params, found)
+    beyond = [name for name in reader.names if _beyond(name, facts)]
+    if beyond:
+        raise UserError(f"{reader.path} holds layers beyond num_hidden_layers {facts.num_layers}: {_some(beyond)}")
+
+
+def _beyond(name: str, facts: ModelFacts) -> bool:
+    words = name.removeprefix("model.").removeprefix("language_model.").split(".", 2)
+    return words[0] == "layers" and len(words) > 1 and words[1].isdigit() and int(words[1]) >= facts.num_layers
+
+
+def _check_precision(facts: ModelFacts, found: Catalogue) -> None:
+    orphans = orphan_scales(found.tensors)
+    if orphans:
+        raise UserError(f"scale without its weight: {_some(orphans)}")
+    for key in weight_keys(found.tensors):
+        if found.fp8(key) and not promised_fp8(facts, key):
+            raise UserError(
+                f"{found.tensors[key]} has a scale, but config.json does not list it as FP8"
+                " (quantization_config, modules_to_not_convert)"
+            )
+        if promised_fp8(facts, key) and not found.fp8(key):
+            raise UserError(
+                f"{found.tensors[key]} has no scale {scale_key(found.tensors[key]).rsplit('.', 1)[-1]}, but config.json"
+                " lists it as FP8 (it is not in modules_to_not_convert)"
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
