@@ -1,4 +1,4 @@
-"""The user's wishes (ServeConfig, "auto" allowed) and what they came to (Resolved, nothing left open). Frozen values."""
+"""The user's wishes (ServeConfig, "auto" allowed) and what they came to (Resolved, nothing left open). Frozen."""
 
 from __future__ import annotations
 

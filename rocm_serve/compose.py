@@ -1,0 +1,174 @@
+"""Puts the parts together: the only file that knows server, engine and executor at once. No torch with workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from rocm_serve.checkpoint.ledger import validate
+from rocm_serve.checkpoint.reader import CheckpointReader, read_config
+from rocm_serve.config import load
+from rocm_serve.config.resolve import check_wishes, resolve
+from rocm_serve.config.schema import Resolved, ServeConfig
+from rocm_serve.engine.client import EngineClient
+from rocm_serve.engine.thread import CoreThread, run_core_in_thread
+from rocm_serve.errors import UserError
+from rocm_serve.executor.api import Executor
+from rocm_serve.messages import EffectiveLimits
+from rocm_serve.models.qwen3_5.spec import parse_config
+from rocm_serve.parallel.mesh import Mesh
+from rocm_serve.platform import probe
+from rocm_serve.report import curl_line, limit_lines, ready_line, start_up_lines
+from rocm_serve.server.info import ServerInfo
+from rocm_serve.server.run import bind, run
+from rocm_serve.supervisor import Supervisor
+from rocm_serve.tokens.tokenizer import Tokenizer
+
+log = logging.getLogger("rocm_serve")
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+_JOIN_S = 10.0
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until told to stop; return the exit code.
+
+    Errors: UserError, one line, before any big read wherever headers and configuration can tell.
+    """
+    check_wishes(config)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    with run_directory() as keep, contextlib.closing(bind(config.host, config.port)) as sock:
+        resolved, tokenizer = prepare(config, keep.path)
+        serve_world = serve_in_one_process if resolved.tp * resolved.pp == 1 else serve_with_workers
+        code = serve_world(resolved, tokenizer, sock)
+        keep.keep = code == EXIT_FAILED and resolved.tp * resolved.pp > 1
+        return code
+
+
+def prepare(config: ServeConfig, run_dir: Path) -> tuple[Resolved, Tokenizer]:
+    """Read configuration, tokenizer and headers, ask the machine, decide everything, say it."""
+    facts = parse_config(*read_config(config.model))
+    tokenizer = Tokenizer.from_dir(config.model)
+    platform = probe.probe(config.device)
+    resolved = resolve(
+        config, facts, platform, vocab_used=tokenizer.vocab_used, run_dir=str(run_dir), free_port=probe.free_port
+    )
+    if resolved.load_format == "auto":
+        with CheckpointReader(resolved.model) as reader:
+            validate(reader, facts, Mesh(resolved.tp, resolved.pp), mtp=False)
+    for line in start_up_lines(resolved, platform):
+        log.info("%s", line)
+    return resolved, tokenizer
+
+
+def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.socket) -> int:
+    """Run engine and model as a thread beside the server."""
+    from rocm_serve.executor.local import LocalExecutor
+
+    def make_executor() -> Executor:
+        return LocalExecutor(resolved)
+
+    core: CoreThread = run_core_in_thread(resolved, make_executor)
+    code = run(
+        lambda: EngineClient(resolved.run_dir),
+        tokenizer,
+        ServerInfo.from_resolved(resolved),
+        sock,
+        on_ready=lambda url, limits: say_ready(resolved, url, limits),
+    )
+    core.join(_JOIN_S)
+    if core.exit_code == EXIT_USER_ERROR:
+        raise UserError(str(core.error))
+    return code
+
+
+def serve_with_workers(resolved: Resolved, tokenizer: Tokenizer, sock: socket.socket) -> int:
+    """Run the engine and each rank as processes of their own, and watch them."""
+    failures = _FailureLine()
+    supervisor = Supervisor(resolved, load.environment(), on_failure=failures.report, echo=_echo)
+
+    def make_client() -> EngineClient:
+        client = EngineClient(resolved.run_dir)
+        failures.connect(client)
+        return client
+
+    def on_ready(url: str, limits: EffectiveLimits) -> None:
+        supervisor.quiet()
+        say_ready(resolved, url, limits)
+
+    supervisor.start()
+    try:
+        code = run(make_client, tokenizer, ServerInfo.from_resolved(resolved), sock, on_ready=on_ready)
+    finally:
+        supervisor.stop()
+    if supervisor.failure is not None and supervisor.exit_code == EXIT_USER_ERROR:
+        raise UserError(supervisor.failure)
+    return code if supervisor.failure is None else EXIT_FAILED
+
+
+def say_ready(resolved: Resolved, url: str, limits: EffectiveLimits) -> None:
+    """Print the one line that says it is ready, and a command that works."""
+    for line in limit_lines(limits):
+        log.info("%s", line)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(ready_line(resolved, limits, url))
+    console.print(curl_line(resolved, url))
+
+
+class _FailureLine:
+    """Carries the supervisor's bad news from its thread into the event loop of the client."""
+
+    def __init__(self) -> None:
+        self._client: EngineClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reason: str | None = None
+
+    def connect(self, client: EngineClient) -> None:
+        """Begin to pass on. Called inside the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._client = client
+        if self._reason is not None:
+            client.fail(self._reason)
+
+    def report(self, reason: str) -> None:
+        self._reason = reason
+        if self._loop is not None and self._client is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to be told
+                self._loop.call_soon_threadsafe(self._client.fail, reason)
+
+
+class RunDirectory:
+    """A folder for sockets and logs; removed at the end unless `keep` is set."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.keep = False
+
+
+@contextlib.contextmanager
+def run_directory() -> Iterator[RunDirectory]:
+    """Make this run's folder, and remove it unless somebody has to read its logs."""
+    directory = RunDirectory(Path(tempfile.mkdtemp(prefix="rocm-serve-")))
+    try:
+        yield directory
+    finally:
+        if directory.keep:
+            _echo(f"logs are kept in {directory.path}")
+        else:
+            shutil.rmtree(directory.path, ignore_errors=True)
+
+
+def _echo(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,53 @@
+"""What the operator reads at the start: values with their reasons, then one line when requests may come. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from rocm_serve.config.schema import Resolved
+from rocm_serve.messages import EffectiveLimits
+from rocm_serve.platform.facts import Platform
+
+_NOT_SHOWN = {"reasons", "run_dir", "op"}
+_CURL_PROMPT = "The quick brown fox"
+_CURL_TOKENS = 16
+
+
+def start_up_lines(resolved: Resolved, platform: Platform) -> Iterator[str]:
+    """List the machine's facts and every resolved value, with the reason where it was decided for the user."""
+    yield f"machine: {platform.describe()}"
+    for field in resolved.__struct_fields__:
+        if field in _NOT_SHOWN:
+            continue
+        reason = resolved.reasons.get(field)
+        yield f"{field} = {getattr(resolved, field)}" + (f"  ({reason})" if reason else "")
+    for op, provider in resolved.op.items():
+        yield f"op {op} = {provider}  (--op)"
+    yield f"logs of workers and core: {resolved.run_dir}"
+
+
+def limit_lines(limits: EffectiveLimits) -> Iterator[str]:
+    """List what the running server can do, and what set each limit."""
+    for field in limits.__struct_fields__:
+        if field == "reasons":
+            continue
+        reason = limits.reasons.get(field)
+        yield f"effective {field} = {getattr(limits, field)}" + (f"  ({reason})" if reason else "")
+
+
+def ready_line(resolved: Resolved, limits: EffectiveLimits, url: str) -> str:
+    """Say in one line where it listens, what it serves, on what, and how much of it."""
+    return (
+        f"ready: {url} serves {resolved.served_model_name}"
+        f" on {resolved.device} tp {resolved.tp} x pp {resolved.pp}, {resolved.dtype} (kv {resolved.kv_cache_dtype});"
+        f" limits: {limits.max_model_len} tokens a request, {limits.max_running_requests} running,"
+        f" {limits.num_pages * limits.page_size} tokens cached, {resolved.max_queued_requests} queued"
+    )
+
+
+def curl_line(resolved: Resolved, url: str) -> str:
+    """Return a command that works as it is."""
+    body = {"model": resolved.served_model_name, "prompt": _CURL_PROMPT, "max_tokens": _CURL_TOKENS}
+    quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{quoted}'"
