@@ -75,7 +75,6 @@ def validate(reader: CheckpointReader, facts: ModelFacts, mesh: Mesh, *, mtp: bo
     """
     for stage in range(mesh.pp):
         coord = mesh.coord(stage * mesh.tp)
-        stage_layers(facts, coord)
         found = stage_catalogue(reader, facts, coord, mtp=mtp)
         _check_precision(facts, found)
         params = stage_params(facts, coord, formats=found, mtp=mtp)
@@ -95,16 +94,13 @@ def _check_precision(facts: ModelFacts, found: Catalogue) -> None:
     if orphans:
         raise UserError(f"scale without its weight: {_some(orphans)}")
     for key in weight_keys(found.tensors):
-        if found.fp8(key) and not promised_fp8(facts, key):
-            raise UserError(
-                f"{found.tensors[key]} has a scale, but config.json does not list it as FP8"
-                " (quantization_config, modules_to_not_convert)"
-            )
-        if promised_fp8(facts, key) and not found.fp8(key):
-            raise UserError(
-                f"{found.tensors[key]} has no scale {scale_key(found.tensors[key]).rsplit('.', 1)[-1]}, but config.json"
-                " lists it as FP8 (it is not in modules_to_not_convert)"
-            )
+        scaled, promised = found.fp8(key), promised_fp8(facts, key)
+        if scaled == promised:
+            continue
+        name = found.tensors[key]
+        if scaled:
+            raise UserError(f"{name} has a scale, but by config.json (modules_to_not_convert) it is not FP8")
+        raise UserError(f"{name} has no scale {scale_key(name)}, but by config.json (quantization_config) it is FP8")
 
 
 def _some(names: Sequence[str]) -> str:

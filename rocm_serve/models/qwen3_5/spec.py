@@ -71,15 +71,16 @@ _FP8_LINEAR = re.compile(
 def promised_fp8(facts: ModelFacts, key: str) -> bool:
     """Say whether the configuration promises that the weight tensor `key` is FP8.
 
-    An entry of modules_to_not_convert excludes the module of that name and those below it, written from the root
-    or from any inner module on (`model.layers.0.mlp.gate`, `model.layers.0.linear_attn`, `mlp.gate`).
+    An entry of modules_to_not_convert excludes the module of that name and those below it, and every module whose
+    name ends in it (`model.layers.0.self_attn`, `mlp.shared_expert.up_proj`).
     """
     quant = facts.quantization
     if quant is None or not _FP8_LINEAR.search(key):
         return False
     words = key.removesuffix(".weight").split(".")
-    spans = (".".join(words[a:b]) for a in range(len(words)) for b in range(a + 1, len(words) + 1))
-    return quant.not_converted.isdisjoint(spans)
+    heads = (".".join(words[:n]) for n in range(1, len(words) + 1))
+    tails = (".".join(words[n:]) for n in range(1, len(words)))
+    return quant.not_converted.isdisjoint(heads) and quant.not_converted.isdisjoint(tails)
 
 
 def stage_layers(facts: ModelFacts, coord: Coord) -> range:
