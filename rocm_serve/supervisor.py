@@ -11,9 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -30,12 +29,14 @@ class _Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
-    reader: BinaryIO
-    rest: bytes = field(default=b"")  # an unfinished line
+    echoed: int = 0  # bytes of the log
 
     def new_lines(self) -> list[str]:
-        *lines, self.rest = (self.rest + self.reader.read()).split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
+        with self.log.open("rb") as log:
+            log.seek(self.echoed)
+            whole, newline, _ = log.read().rpartition(b"\n")
+        self.echoed += len(whole) + len(newline)
+        return whole.decode(errors="replace").splitlines()
 
 
 class Supervisor:
@@ -79,16 +80,27 @@ class Supervisor:
         self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._watcher.start()
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name: "core", "rank-0" and so on."""
+        return {child.name: child.process.pid for child in self._children}
+
     def quiet(self) -> None:
         """Stop echoing: the server is ready, what follows is in the logs."""
         self._quiet.set()
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """Let drained children leave on their own, then end the rest; remove sockets. Idempotent."""
+        """Let drained children leave on their own, then end the rest; remove sockets. Idempotent.
+
+        A child that failed while nobody watched any more still sets `failure` and `exit_code`.
+        """
         self._stopping.set()
-        if self._watcher is not None and self._watcher is not threading.current_thread():
+        if self._watcher is not None:
             self._watcher.join()
-        end_processes([child.process for child in self._children], grace_s)
+        _wait([child.process for child in self._children], grace_s)
+        if self.failure is None and self._ended_badly():
+            self._name_cause()
+        end_processes([child.process for child in self._children], grace_s=0.0)
         self._remove_sockets()
 
     def _spawn(self, name: str, module: str, *args: str) -> None:
@@ -102,15 +114,17 @@ class Supervisor:
                 env=self._env,
                 start_new_session=True,  # Ctrl-C is for the supervisor, which drains
             )
-        self._children.append(_Child(name, process, log, log.open("rb")))
+        self._children.append(_Child(name, process, log))
 
     def _watch(self) -> None:
         while not self._stopping.wait(_TICK_S):
             self._echo_new_lines()
-            if any(child.process.poll() not in (None, 0) for child in self._children):
+            if self._ended_badly():
                 time.sleep(_SIBLINGS_S)
                 self._echo_new_lines()
-                self._fail()
+                self._on_failure(self._name_cause())
+                end_processes([child.process for child in self._children], grace_s=0.0)
+                self._remove_sockets()
                 return
 
     def _echo_new_lines(self) -> None:
@@ -119,16 +133,16 @@ class Supervisor:
                 if not self._quiet.is_set():
                     self._echo(f"[{child.name}] {line}")
 
-    def _fail(self) -> None:
-        """Name the cause, end everybody else, tell the server."""
-        ended = [child for child in self._children if child.process.poll() not in (None, 0)]
+    def _ended_badly(self) -> list[_Child]:
+        return [child for child in self._children if child.process.poll() not in (None, 0)]
+
+    def _name_cause(self) -> str:
         # Killed from outside comes first: whoever talked to it fails with an error of its own a moment later.
+        ended = self._ended_badly()
         cause = min(ended, key=lambda child: (child.process.returncode > 0, child.name == "core"))
         self.failure = describe(cause.name, cause.process.returncode, cause.log)
         self.exit_code = _USER_ERROR if cause.process.returncode == _USER_ERROR else 1
-        self._on_failure(self.failure)
-        end_processes([child.process for child in self._children], grace_s=0.0)
-        self._remove_sockets()
+        return self.failure
 
     def _remove_sockets(self) -> None:
         for path in self._run_dir.glob("*"):
