@@ -81,7 +81,6 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("guided_json", {}),
     ("max_gen_toks", 5),
     ("n ", 1),
-    ("\ud800", 1),
 ]
 BAD_PROMPTS: list[Any] = [
     "",
@@ -194,10 +193,10 @@ def test_min_tokens_beyond_what_is_left_is_refused() -> None:
 def test_an_unknown_model_is_a_404_and_no_model_is_the_served_one() -> None:
     async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
         for name in ("other", "", "\ud800"):
-            error = await refused(client, 404, model=name, prompt="a") if name.isprintable() else None
-            if error is not None:
-                assert (error["code"], error["param"]) == ("model_not_found", "model")
-        assert (await refused(client, 400, model="\ud800", prompt="a"))["param"] == "model"
+            error = await refused(client, 404, model=name, prompt="a")
+            assert (error["code"], error["param"]) == ("model_not_found", "model")
+        response = await client.post("/v1/completions", content='{"prompt": "a", "\\ud800": 1}')
+        assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
         response = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
         assert response.status_code == 200 and response.json()["model"] == "tiny"
 
