@@ -82,6 +82,27 @@ def serve(
 
 
 @app.command()
+def plan(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="Checkpoint, or a config.json without weights.")],
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a stage.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    rank: Annotated[Number, typer.Option(help="One rank only; else all of them.", show_default=False)] = None,
+) -> None:
+    """Say what each rank would hold, from the configuration and the checkpoint's headers alone."""
+    from rocm_serve.diagnostics.plan import checkpoint_totals
+    from rocm_serve.diagnostics.plan import plan as make_plan
+
+    made = make_plan(model, tp, pp, rank)
+    totals = checkpoint_totals(made.facts)
+    _say(
+        f"{made.facts.architecture}: {totals.parameters:,} parameters in {totals.tensors:,} tensors,"
+        f" {totals.payload_bytes:,} bytes as published"
+    )
+    for line in made.lines():
+        _say(line)
+
+
+@app.command()
 def make_checkpoint(
     layout: Annotated[str, typer.Option(help="text-fp8, text-bf16, vl-fp8 or dense, as published.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to.")],
@@ -94,13 +115,17 @@ def make_checkpoint(
 
     path = write(out, layout, mtp, seed, dims=dims)
     size = sum(file.stat().st_size for file in path.iterdir())
-    Console().print(f"{path}: {layout}, mtp {mtp}, seed {seed}, {size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
+    _say(f"{path}: {layout}, mtp {mtp}, seed {seed}, {size / 1e6:.1f} MB")
 
 
 @app.command()
 def version() -> None:
     """Print the version."""
-    Console().print(f"rocm-serve {VERSION}", highlight=False)
+    _say(f"rocm-serve {VERSION}")
+
+
+def _say(line: str) -> None:
+    Console(soft_wrap=True, highlight=False, markup=False).print(line)
 
 
 def main() -> None:
