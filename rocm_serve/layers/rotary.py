@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from rocm_serve.ops.rows import steady
+from rocm_serve.ops.rows import steady_
 
 
 class YarnFacts(Protocol):
@@ -47,7 +47,8 @@ def rotary_table(
     frequencies_R = inverse_frequencies(rotary_dim, theta, yarn)
     angles_PR = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies_R
     gain = 1.0 if yarn is None else yarn.attention_factor
-    cos_PR, sin_PR = steady(torch.cos, angles_PR) * gain, steady(torch.sin, angles_PR) * gain
+    cos_PR = steady_(torch.cos_, angles_PR.clone()).mul_(gain)
+    sin_PR = steady_(torch.sin_, angles_PR).mul_(gain)
     return RotaryTable(cos_PR.to(device), sin_PR.to(device))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from rocm_serve.ops.batch import Sequences
-from rocm_serve.ops.rows import ROW_MULTIPLE, steady
+from rocm_serve.ops.rows import ROW_MULTIPLE, steady_
 
 KEY_BLOCK = 128
 _QUERY_ROWS = 64  # bounds the scores in memory; no influence on bits
@@ -74,7 +74,7 @@ def _attend(q_nHD: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, posit
     key_at = torch.arange(blocks * KEY_BLOCK, device=q_nHD.device).view(blocks, 1, KEY_BLOCK)
     scores = scores.mul_(scale).masked_fill_(key_at > query_at[:, None], float("-inf"))
     peak_GM = scores.amax(dim=(1, 3))
-    p = steady(torch.exp, scores - peak_GM[:, None, :, None])
+    p = steady_(torch.exp_, scores.sub_(peak_GM[:, None, :, None]))
 
     sums_GbM = p.sum(-1)
     total_GM = torch.zeros_like(peak_GM)

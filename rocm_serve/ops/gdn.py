@@ -5,9 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rocm_serve.ops.rows import pad_rows, steady
+from rocm_serve.ops.rows import fresh_float, pad_rows, steady_
 
 L2_EPS = 1e-6
+
+
+def softplus_(x: torch.Tensor) -> torch.Tensor:
+    """Replace x by log(1 + exp(x)); x itself above 20."""
+    return x.copy_(F.softplus(x))
 
 
 def gates(
@@ -17,8 +22,8 @@ def gates(
 
     Source: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
     """
-    g_TH = steady(F.softplus, a_TH.float() + dt_bias_H.float()) * -torch.exp(a_log_H.float())
-    return g_TH, steady(torch.sigmoid, b_TH.float())
+    g_TH = steady_(softplus_, fresh_float(a_TH).add_(dt_bias_H)).mul_(-torch.exp(a_log_H.float()))
+    return g_TH, steady_(torch.sigmoid_, fresh_float(b_TH))
 
 
 def unit(x_ThD: torch.Tensor) -> torch.Tensor:

@@ -21,20 +21,29 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
 
 
-def steady(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Apply an elementwise function with the same bits for an element wherever it stands.
+def steady_(function_: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Apply an in-place elementwise function with the same bits for an element wherever it stands; return `x`.
 
     On the CPU every element goes through the vector path, on one thread per piece. Other devices compute each
-    element alone, so the function is applied as it is.
+    element alone, so the function is applied as it is. `x` is contiguous.
     """
     if x.device.type != "cpu":
-        return function(x)
-    flat = x.reshape(-1)
-    missing = -flat.numel() % ROW_MULTIPLE
-    if missing:
-        flat = F.pad(flat, (0, missing))
-    if flat.numel() <= _PIECE:
-        y = function(flat)
-    else:
-        y = torch.cat([function(piece) for piece in flat.split(_PIECE)])
-    return y[: x.numel()].view(x.shape)
+        return function_(x)
+    flat = x.view(-1)
+    whole = flat.numel() - flat.numel() % ROW_MULTIPLE
+    for piece in flat[:whole].split(_PIECE):
+        function_(piece)
+    if whole < flat.numel():
+        rest = flat[whole:]
+        rest.copy_(function_(F.pad(rest, (0, ROW_MULTIPLE - rest.numel())))[: rest.numel()])
+    return x
+
+
+def fresh_float(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous fp32 copy that may be written over."""
+    return x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def silu_(x: torch.Tensor) -> torch.Tensor:
+    """Replace x by x * sigmoid(x)."""
+    return F.silu(x, inplace=True)

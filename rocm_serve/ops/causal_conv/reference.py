@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from rocm_serve.ops.batch import Sequences
-from rocm_serve.ops.rows import steady
+from rocm_serve.ops.rows import silu_, steady_
+
+_ROWS = 64  # at a time, so that what is summed stays in cache
 
 
 def causal_conv(
@@ -38,12 +39,13 @@ def causal_conv(
         return y_TC
     joined = torch.cat(pieces)
     taps_N = torch.cat(taps).to(u_TC.device)
-    wide, weight = joined.float(), weight_CK.float()
-    span = wide.shape[0] - carried
-    total = wide[:span] * weight[:, 0]
-    for j in range(1, carried + 1):
-        total += wide[j : j + span] * weight[:, j]
-    y_TC[sequences.rows] = steady(F.silu, total[taps_N]).to(u_TC.dtype)
+    wide, weight_KC = joined.float(), weight_CK.float().T.contiguous()
+    first_row = sequences.row_starts[0]
+    for at, some in zip(range(0, len(taps_N), _ROWS), taps_N.split(_ROWS), strict=True):
+        total = wide[some].mul_(weight_KC[0])
+        for j in range(1, carried + 1):
+            total += wide[some + j].mul_(weight_KC[j])
+        y_TC[first_row + at : first_row + at + len(some)] = steady_(silu_, total)
     state[sequences.slots_B.long()] = joined[torch.stack(ends).to(u_TC.device)].to(state.dtype)
     if row_states is not None:
         after = taps_N[:, None] + torch.arange(1, carried + 1, device=u_TC.device)

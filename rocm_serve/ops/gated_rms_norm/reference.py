@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from rocm_serve.ops.rows import steady
+from rocm_serve.ops.rows import fresh_float, silu_, steady_
 
 
 def gated_rms_norm(
@@ -18,9 +17,9 @@ def gated_rms_norm(
     Numerics: fp32 inside, one rounding.
     Source: norm first, gate second: Qwen3_5MoeRMSNormGated with norm_before_gate.
     """
-    functions = {"silu": F.silu, "sigmoid": torch.sigmoid}
+    functions = {"silu": silu_, "sigmoid": torch.sigmoid_}
     if activation not in functions:
         raise ValueError(f"gated_rms_norm knows the activations silu and sigmoid, not {activation!r}")
     x = x_THD.float()
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D.float()
-    return (normed * steady(functions[activation], gate_THD.float())).to(gate_THD.dtype)
+    return (normed * steady_(functions[activation], fresh_float(gate_THD))).to(gate_THD.dtype)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.gdn import gates, unit
-from rocm_serve.ops.rows import steady
+from rocm_serve.ops.rows import steady_
 
 CHUNK = 64
 
@@ -71,9 +71,9 @@ def _advance(
     r = heads // key_heads
     grown = g.cumsum(-1)
     hidden = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    d_cHij = steady(torch.exp, (grown[..., :, None] - grown[..., None, :]).masked_fill_(hidden, float("-inf")))
-    from_start = steady(torch.exp, grown)[..., None]
-    to_end = steady(torch.exp, grown[..., -1:] - grown)[..., None]
+    d_cHij = steady_(torch.exp_, (grown[..., :, None] - grown[..., None, :]).masked_fill_(hidden, float("-inf")))
+    to_end = steady_(torch.exp_, grown[..., -1:] - grown)[..., None]
+    from_start = steady_(torch.exp_, grown)[..., None]
 
     k_turned = k.view(-1, CHUNK, key).transpose(1, 2)
     kk, qk = (torch.bmm(x.view(-1, CHUNK, key), k_turned).view(c, key_heads, 1, CHUNK, CHUNK) for x in (k, q))

@@ -9,7 +9,7 @@ import torch
 
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.gdn import gates, unit
-from rocm_serve.ops.rows import steady
+from rocm_serve.ops.rows import steady_
 
 
 def gdn_decode(
@@ -39,7 +39,7 @@ def gdn_decode(
     key_heads = q_ThK.shape[1]
     assert state.dtype == torch.float32, f"the state is float32, not {state.dtype}"
     g, beta = gates(a_TH[rows], b_TH[rows], a_log_H, dt_bias_H)
-    decay = steady(torch.exp, g)[..., None, None]
+    decay = steady_(torch.exp_, g)[..., None, None]
     k, v = unit(k_ThK[rows]), v_THV[rows].float()
     q = unit(q_ThK[rows]) * key**-0.5
     k_dot_q = (k * q).sum(-1).repeat_interleave(heads // key_heads, 1)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from rocm_serve.ops.fp8 import dequantise, multiply_1x128
-from rocm_serve.ops.rows import pad_rows, steady
+from rocm_serve.ops.rows import fresh_float, pad_rows, silu_, steady_
 
 
 def moe_experts(
@@ -40,7 +40,7 @@ def moe_experts(
         x_nH = pad_rows(x[picks_n // top_k])
         h_nI = _product(x_nH, w13_EIH, w13_scale, expert, activation)
         gate, up = h_nI.chunk(2, dim=-1)
-        y_nH = _product(steady(F.silu, gate) * up, w2_EHI, w2_scale, expert, activation)
+        y_nH = _product(steady_(silu_, fresh_float(gate)).mul_(up), w2_EHI, w2_scale, expert, activation)
         per_choice[picks_n] = y_nH[: len(picks_n)]
     per_choice = per_choice.view(live, top_k, x_TH.shape[1]) * weights_Tk[:live, :, None]
     out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from rocm_serve.ops.rows import steady
+from rocm_serve.ops.rows import steady_
 
 NOTHING = float("-inf")
 
@@ -119,7 +119,7 @@ def kept_prefix(
     width = values_RW.shape[-1]
     # a difference first: a tiny temperature then makes zeros of the small ones, never inf - inf
     below_RW = (values_RW.double() - values_RW[:, :1].double()) / temperature_R.double().unsqueeze(-1)
-    weight_RW = steady(torch.exp, below_RW)
+    weight_RW = steady_(torch.exp_, below_RW)
     mass_RW = weight_RW.cumsum(-1)
     rank_W = torch.arange(width, device=values_RW.device)
     kept_R = torch.where(top_k_R > 0, top_k_R.clamp(max=width), width)
@@ -133,7 +133,7 @@ def kept_prefix(
 def log_sum_exp_parts(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's maximum and the sum of exp(logit - maximum) over this shard; call with ROW_MULTIPLE rows."""
     max_R = logits_RV.amax(-1)
-    return max_R, steady(torch.exp, logits_RV - max_R.unsqueeze(-1)).sum(-1)
+    return max_R, steady_(torch.exp_, logits_RV - max_R.unsqueeze(-1)).sum(-1)
 
 
 def combine_log_sum_exp(max_SR: torch.Tensor, sum_SR: torch.Tensor) -> torch.Tensor:
@@ -141,5 +141,5 @@ def combine_log_sum_exp(max_SR: torch.Tensor, sum_SR: torch.Tensor) -> torch.Ten
     max_R = max_SR.amax(0).double()
     total_R = torch.zeros_like(max_R)
     for max_of_shard_R, sum_of_shard_R in zip(max_SR, sum_SR, strict=True):
-        total_R += sum_of_shard_R.double() * steady(torch.exp, max_of_shard_R.double() - max_R)
-    return max_R + steady(torch.log, total_R)
+        total_R += sum_of_shard_R.double() * steady_(torch.exp_, max_of_shard_R.double() - max_R)
+    return max_R + steady_(torch.log_, total_R)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from rocm_serve.ops.rows import steady
+from rocm_serve.ops.rows import steady_
 
 MASK64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -85,4 +85,4 @@ def gumbel(keys_R1: torch.Tensor, offsets_W: torch.Tensor) -> torch.Tensor:
     -log(-log1p(-u)): the largest values, which decide an arg max, come from small u, where float32 is finest; ties
     between two ids of one row are then as rare as between 52-bit numbers.
     """
-    return steady(lambda u: torch.log1p(-u).neg_().log_().neg_(), uniform(random_bits(keys_R1, offsets_W)))
+    return steady_(lambda u: u.neg_().log1p_().neg_().log_().neg_(), uniform(random_bits(keys_R1, offsets_W)))

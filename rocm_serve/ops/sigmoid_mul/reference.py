@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rocm_serve.ops.rows import steady
+from rocm_serve.ops.rows import fresh_float, steady_
 
 
 def sigmoid_mul(x_TH: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -13,4 +13,4 @@ def sigmoid_mul(x_TH: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     Shapes: x [T, H], gate [T, H], or [T, 1] for one gate a row -> [T, H], dtype of x.
     Numerics: fp32 inside, one rounding.
     """
-    return (x_TH.float() * steady(torch.sigmoid, gate.float())).to(x_TH.dtype)
+    return (x_TH.float() * steady_(torch.sigmoid_, fresh_float(gate))).to(x_TH.dtype)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from rocm_serve.ops.rows import steady
+from rocm_serve.ops.rows import fresh_float, silu_, steady_
 
 
 def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
@@ -13,5 +12,5 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
 
     Shapes: [T, 2 I] (gate, then up) -> [T, I], same dtype. Numerics: fp32 inside, one rounding.
     """
-    gate_TI, up_TI = gate_up_TI.float().chunk(2, dim=-1)
-    return (steady(F.silu, gate_TI) * up_TI).to(gate_up_TI.dtype)
+    gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
+    return steady_(silu_, fresh_float(gate_TI)).mul_(up_TI).to(gate_up_TI.dtype)
