@@ -1,0 +1,235 @@
+"""What every op should return, in float64 and written another way than the references: loops, one row at a time.
+
+Each oracle takes the arguments of a case and returns its outputs: the result, then the mutated arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return x * sigmoid(x)
+
+
+def rms_norm(x_TH: Any, weight_H: Any, *, eps: float, plus_one: bool) -> Outputs:
+    x = x_TH.double()
+    length = torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    return (x / length * (weight_H.double() + (1 if plus_one else 0)),)
+
+
+def add_rms_norm(x_TH: Any, residual_TH: Any, weight_H: Any, *, eps: float, plus_one: bool) -> Outputs:
+    total = (x_TH.double() + residual_TH.double()).to(x_TH.dtype)
+    return (*rms_norm(total, weight_H, eps=eps, plus_one=plus_one), total.double())
+
+
+def gated_rms_norm(x_THD: Any, gate_THD: Any, weight_D: Any, *, eps: float, activation: str) -> Outputs:
+    (normed,) = rms_norm(x_THD, weight_D, eps=eps, plus_one=False)
+    return (normed * {"silu": silu, "sigmoid": sigmoid}[activation](gate_THD.double()),)
+
+
+def linear(x_TK: Any, weight_NK: Any, *, out_dtype: Any) -> Outputs:
+    return (torch.einsum("tk,nk->tn", x_TK.double(), weight_NK.double()),)
+
+
+def widened(weight: Any, scale: Any) -> torch.Tensor:
+    """Dequantise element by element."""
+    n, k = weight.shape[-2:]
+    rows, columns = torch.arange(n) // 128, torch.arange(k) // 128
+    return weight.double() * scale.double()[..., rows, :][..., columns]
+
+
+def as_quantised(x: Any) -> torch.Tensor:
+    """Return what an e4m3fn row with one fp32 scale per 128 columns stands for."""
+    out = []
+    for row in x.float():
+        for block in row.split(128):
+            scale = torch.clamp(block.abs().max(), min=1e-10) / 448.0
+            out.append((block / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale.double())
+    return torch.cat(out).view(x.shape) if out else x.double()
+
+
+def fp8_linear(x_TK: Any, weight_NK: Any, scale: Any, *, activation: str) -> Outputs:
+    x = as_quantised(x_TK) if activation == "fp8_1x128" else x_TK.double()
+    return (x @ widened(weight_NK, scale).T,)
+
+
+def silu_mul(gate_up_TI: Any) -> Outputs:
+    width = gate_up_TI.shape[-1] // 2
+    return (silu(gate_up_TI.double()[:, :width]) * gate_up_TI.double()[:, width:],)
+
+
+def sigmoid_mul(x_TH: Any, gate: Any) -> Outputs:
+    return (x_TH.double() * sigmoid(gate.double()),)
+
+
+def moe_route(logits_TE: Any, *, top_k: int, renormalise: bool) -> Outputs:
+    ids, weights = [], []
+    for row in logits_TE.double():
+        p = torch.exp(row - row.max())
+        p = p / p.sum()
+        # float32 logits that differ may give equal float32 probabilities; none of the cases has such a pair
+        order = sorted(range(len(row)), key=lambda e: (-row[e].item(), e))[:top_k]
+        chosen = p[order]
+        ids.append(torch.tensor(order))
+        weights.append(chosen / chosen.sum() if renormalise else chosen)
+    if not ids:
+        return torch.empty(0, top_k), torch.empty(0, top_k)
+    return torch.stack(ids).double(), torch.stack(weights)
+
+
+def moe_experts(
+    x_TH: Any,
+    ids_Tk: Any,
+    weights_Tk: Any,
+    num_rows: int,
+    w13_EIH: Any,
+    w2_EHI: Any,
+    w13_scale: Any = None,
+    w2_scale: Any = None,
+    *,
+    activation: str,
+) -> Outputs:
+    fp8 = w13_scale is not None
+    w13 = widened(w13_EIH, w13_scale) if fp8 else w13_EIH.double()
+    w2 = widened(w2_EHI, w2_scale) if fp8 else w2_EHI.double()
+    rounded = as_quantised if fp8 and activation == "fp8_1x128" else (lambda x: x.double())
+    out = torch.zeros(x_TH.shape, dtype=torch.float64)
+    for t in range(num_rows):
+        for e, weight in zip(ids_Tk[t].tolist(), weights_Tk[t].tolist(), strict=True):
+            if e >= 0:
+                gate, up = (rounded(x_TH[t : t + 1]) @ w13[e].T).chunk(2, dim=-1)
+                out[t] += weight * (rounded(silu(gate) * up) @ w2[e].T)[0]
+    return (out,)
+
+
+def qk_norm_rope(
+    q_THD: Any, k_TGD: Any, q_weight_D: Any, k_weight_D: Any, cos_PR: Any, sin_PR: Any, positions_T: Any, *, eps: float
+) -> Outputs:
+    out = []
+    for x, weight in ((q_THD, q_weight_D), (k_TGD, k_weight_D)):
+        (y,) = rms_norm(x, weight, eps=eps, plus_one=True)
+        half = cos_PR.shape[1]
+        for t, p in enumerate(positions_T.tolist()):
+            turn = torch.complex(cos_PR[p].double(), sin_PR[p].double())
+            turned = torch.complex(y[t, :, :half], y[t, :, half : 2 * half]) * turn
+            y[t, :, :half], y[t, :, half : 2 * half] = turned.real, turned.imag
+        out.append(y)
+    return tuple(out)
+
+
+def kv_write(
+    k_NGD: Any, v_NGD: Any, k_pages_PSGD: Any, v_pages_PSGD: Any, index_N: Any, *, k_scale: float, v_scale: float
+) -> Outputs:
+    out = []
+    for x, pages, scale in ((k_NGD, k_pages_PSGD, k_scale), (v_NGD, v_pages_PSGD, v_scale)):
+        held, size = pages.double(), pages.shape[1]
+        for n, i in enumerate(index_N.tolist()):
+            value = x[n].float() / scale
+            if pages.dtype == torch.float8_e4m3fn:
+                value = value.clamp(-448, 448)
+            held[i // size, i % size] = value.to(pages.dtype).double()
+        out.append(held)
+    return out[0], out[0], out[1]
+
+
+def attention(
+    q_THD: Any,
+    k_pages_PSGD: Any,
+    v_pages_PSGD: Any,
+    sequences: Any,
+    out_THD: Any,
+    *,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Outputs:
+    out = out_THD.double()
+    size, shared = k_pages_PSGD.shape[1], q_THD.shape[1] // k_pages_PSGD.shape[2]
+    for b in range(sequences.num_sequences):
+        first, last = sequences.row_starts[b], sequences.row_starts[b + 1]
+        for row in range(first, last):
+            seen = range(sequences.contexts[b] + row - first + 1)
+            at = [(int(sequences.page_table_BP[b, p // size]), p % size) for p in seen]
+            k = torch.stack([k_pages_PSGD[page, offset].double() for page, offset in at]) * k_scale
+            v = torch.stack([v_pages_PSGD[page, offset].double() for page, offset in at]) * v_scale
+            for h in range(q_THD.shape[1]):
+                p = (k[:, h // shared] @ q_THD[row, h].double() * scale).softmax(0)
+                out[row, h] = p @ v[:, h // shared]
+    return out, out
+
+
+def causal_conv(u_TC: Any, weight_CK: Any, state: Any, sequences: Any, *, row_states: Any = None) -> Outputs:
+    out, held = torch.zeros(u_TC.shape, dtype=torch.float64), state.double()
+    rows = None if row_states is None else row_states.double()
+    for b, slot in enumerate(sequences.slots):
+        window = list(held[slot])
+        for t in range(sequences.row_starts[b], sequences.row_starts[b + 1]):
+            window.append(u_TC[t].double())
+            out[t] = silu(sum((w * x for w, x in zip(weight_CK.double().T, window, strict=True)), torch.zeros(())))
+            window.pop(0)
+            if rows is not None:
+                rows[t] = torch.stack(window)
+        held[slot] = torch.stack(window)
+    return (out, held) if rows is None else (out, held, rows)
+
+
+def gated_delta_rule(
+    q_ThK: Any,
+    k_ThK: Any,
+    v_THV: Any,
+    a_TH: Any,
+    b_TH: Any,
+    a_log_H: Any,
+    dt_bias_H: Any,
+    state: Any,
+    sequences: Any,
+    out_THV: Any,
+    *,
+    row_states: Any = None,
+) -> Outputs:
+    out, held = out_THV.double(), state.double()
+    rows = None if row_states is None else row_states.double()
+    shared = v_THV.shape[1] // k_ThK.shape[1]
+    for b, slot in enumerate(sequences.slots):
+        for t in range(sequences.row_starts[b], sequences.row_starts[b + 1]):
+            for h in range(v_THV.shape[1]):
+                q, k = q_ThK[t, h // shared].double(), k_ThK[t, h // shared].double()
+                q, k = (x / torch.sqrt(x @ x + 1e-6) for x in (q, k))
+                step = torch.log1p(torch.exp(a_TH[t, h].double() + dt_bias_H[h].double()))
+                s = held[slot, h] * torch.exp(-torch.exp(a_log_H[h].double()) * step)
+                s = s + torch.outer(sigmoid(b_TH[t, h].double()) * (v_THV[t, h].double() - s @ k), k)
+                held[slot, h] = s
+                out[t, h] = s @ q / q.shape[0] ** 0.5
+            if rows is not None:
+                rows[t] = held[slot]
+    return (out, held, out) if rows is None else (out, held, out, rows)
+
+
+ORACLES: Mapping[str, Callable[..., Outputs]] = {
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "gated_rms_norm": gated_rms_norm,
+    "linear": linear,
+    "fp8_linear": fp8_linear,
+    "silu_mul": silu_mul,
+    "sigmoid_mul": sigmoid_mul,
+    "moe_route": moe_route,
+    "moe_experts": moe_experts,
+    "qk_norm_rope": qk_norm_rope,
+    "kv_write": kv_write,
+    "attention_prefill": attention,
+    "attention_decode": attention,
+    "causal_conv": causal_conv,
+    "gdn_chunk": gated_delta_rule,
+    "gdn_decode": gated_delta_rule,
+}
