@@ -74,6 +74,7 @@ def prepare(config: ServeConfig, run_dir: Path) -> tuple[Resolved, Tokenizer]:
 
 def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.socket) -> int:
     """Run engine and model as a thread beside the server."""
+    load.set_library_defaults()
     from rocm_serve.executor.local import LocalExecutor
 
     def make_executor() -> Executor:

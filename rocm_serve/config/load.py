@@ -23,9 +23,23 @@ ENV_PREFIX = "ROCM_SERVE_"
 FIELDS: dict[str, msgspec.structs.FieldInfo] = {f.name: f for f in msgspec.structs.fields(ServeConfig)}
 
 
+# Settings of libraries that read the environment when they are loaded; a value that the user has set is kept.
+LIBRARY_DEFAULTS = {
+    # torch's OpenMP threads spin while they wait. Beside an HTTP server, or on a machine that does other things, they
+    # keep each other from running: 16 tokens of the tiny checkpoint took 70 s instead of 2 on two busy cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+
 def environment() -> dict[str, str]:
-    """Copy this process's environment: for `load` and for starting children."""
-    return dict(os.environ)
+    """Copy this process's environment, library defaults added: for `load` and for starting children."""
+    return LIBRARY_DEFAULTS | dict(os.environ)
+
+
+def set_library_defaults() -> None:
+    """Set them in this process. To be called before torch is loaded."""
+    for name, value in LIBRARY_DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 def load(flags: Mapping[str, object], file: Path | None, environ: Mapping[str, str]) -> ServeConfig:

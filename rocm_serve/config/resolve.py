@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from rocm_serve.config.load import flag_name
 from rocm_serve.config.schema import DeviceName, DtypeName, KvDtypeName, Resolved, ServeConfig
 from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, stage_params
-from rocm_serve.parallel.mesh import Mesh, split_layers
+from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform.facts import Platform
 
 MAX_PORT = 65535
 MAX_PAGE_SIZE = 256
 MAX_SEED = 2**63 - 1
+_LAYER_OP = re.compile(r"layers\.(\d+)\.")
 
 
 def check_wishes(config: ServeConfig) -> None:
@@ -59,6 +61,17 @@ def check_degrees(config: ServeConfig, facts: ModelFacts) -> None:
         stage_params(facts, coord, formats=ConfigFormats(facts), mtp=False)
 
 
+def check_ops(config: ServeConfig, facts: ModelFacts) -> None:
+    """Refuse an override of a layer that the model does not have; ops and providers are checked where they are bound.
+
+    Errors: UserError naming the legal layers.
+    """
+    for name in config.op:
+        match = _LAYER_OP.match(name)
+        if match and int(match[1]) >= facts.num_layers:
+            raise UserError(f"--op {name}: the model has layers 0..{facts.num_layers - 1}")
+
+
 def resolve(
     config: ServeConfig,
     facts: ModelFacts,
@@ -76,6 +89,7 @@ def resolve(
     """
     check_wishes(config)
     check_degrees(config, facts)
+    check_ops(config, facts)
     reasons: dict[str, str] = {}
     device = _device(config, platform, reasons)
     workers = config.tp * config.pp

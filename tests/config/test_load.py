@@ -91,3 +91,11 @@ def test_no_model_is_refused() -> None:
 def test_choices_lists_the_words_of_a_field() -> None:
     assert load.choices("dtype") == ("auto", "bfloat16", "float32")
     assert load.choices("port") == ()
+
+
+def test_defaults_for_libraries_yield_to_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    load.set_library_defaults()
+    assert load.environment()["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert load.environment()["OMP_WAIT_POLICY"] == "PASSIVE"
