@@ -1,0 +1,106 @@
+"""Choosing providers: overrides, refusals, the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_serve.errors import UserError
+from rocm_serve.ops import bind
+from rocm_serve.ops.bind import OPS, BoundOps, bind_ops, op_names
+from rocm_serve.ops.contract import Op, Provider
+from rocm_serve.platform.table import PROVIDER_ORDER, provider_order
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    return OPS["silu_mul"].reference(x) + 1
+
+
+@pytest.fixture
+def two_more(monkeypatch: pytest.MonkeyPatch) -> Op:
+    """Give silu_mul a provider for another architecture and one that wants 128-wide heads."""
+    others = (
+        Provider("elsewhere", lambda: shifted, archs=frozenset({"gfx942", "gfx950"})),
+        Provider("wide", lambda: shifted, accepts=lambda f: None if f.get("head_dim") == 128 else "wants head_dim 128"),
+    )
+    op = replace(OPS["silu_mul"], others=others)
+    monkeypatch.setattr(bind, "OPS", {**OPS, "silu_mul": op})
+    order = ("elsewhere", "wide", "reference")
+    monkeypatch.setattr(bind, "provider_order", lambda name, arch: order if name == "silu_mul" else ("reference",))
+    return op
+
+
+def test_every_op_is_bound_and_is_an_attribute() -> None:
+    ops = bind_ops({}, "cpu")
+    assert op_names() == tuple(OPS)
+    assert all(getattr(ops, name) is OPS[name].reference for name in OPS)
+    assert [(line.op, line.provider) for line in ops.report] == [(name, "reference") for name in OPS]
+
+
+def test_the_first_provider_that_accepts_is_taken_and_the_report_says_why_others_were_not(two_more: Op) -> None:
+    ops = bind_ops({}, "cpu", facts={"head_dim": 64})
+    line = next(line for line in ops.report if line.op == "silu_mul")
+    assert line.provider == "reference"
+    assert line.refused == (
+        ("elsewhere", "runs on gfx942, gfx950, not on cpu"),
+        ("wide", "wants head_dim 128"),
+    )
+    assert bind_ops({}, "cpu", facts={"head_dim": 128}).silu_mul is shifted
+    assert bind_ops({}, "gfx950").report[list(OPS).index("silu_mul")].provider == "elsewhere"
+
+
+def test_an_override_of_one_layer_leaves_the_others_alone(two_more: Op) -> None:
+    ops = bind_ops({"layers.3.silu_mul": "wide"}, "cpu", facts={"head_dim": 128})
+    ops = replace(ops, silu_mul=OPS["silu_mul"].reference)
+    assert ops.for_layer(3).silu_mul is shifted
+    assert ops.for_layer(2) is ops
+    assert ops.report[-1].op == "layers.3.silu_mul"
+
+
+def test_an_override_of_an_op_holds_in_every_layer(two_more: Op) -> None:
+    ops = bind_ops({"silu_mul": "reference"}, "gfx950")
+    assert ops.silu_mul is ops.for_layer(7).silu_mul is OPS["silu_mul"].reference
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"rms_norn": "reference"}, "no such op; ops are rms_norm, .*gdn_decode"),
+        ({"layers.x.rms_norm": "reference"}, "no such op"),
+        ({"silu_mul": "triton"}, "no such provider; silu_mul has reference, elsewhere, wide"),
+        ({"layers.0.silu_mul": "triton"}, "layers.0.silu_mul=triton: no such provider"),
+        ({"silu_mul": "elsewhere"}, "elsewhere runs on gfx942, gfx950, not on cpu"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused_with_the_legal_ones(
+    two_more: Op, overrides: dict[str, str], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        bind_ops(overrides, "cpu")
+
+
+def test_rows_stay_bf16_on_the_cpu_and_are_quantised_elsewhere_unless_told() -> None:
+    assert bind_ops({}, "cpu").fp8_activation == "bf16"
+    assert bind_ops({}, "gfx942").fp8_activation == "fp8_1x128"
+    assert bind_ops({}, "cpu", activation="fp8_1x128").fp8_activation == "fp8_1x128"
+
+
+def test_the_table_names_only_providers_that_exist() -> None:
+    for arch, by_op in PROVIDER_ORDER.items():
+        assert set(by_op) <= {*OPS, "*"}
+        for name in OPS:
+            assert set(provider_order(name, arch)) <= set(OPS[name].providers)
+
+
+def test_a_provider_has_the_signature_of_the_reference() -> None:
+    for op in OPS.values():
+        for provider in op.providers.values():
+            assert provider.load().__annotations__.keys() == op.reference.__annotations__.keys()
+
+
+def test_bound_ops_cannot_be_changed() -> None:
+    ops: BoundOps = bind_ops({}, "cpu")
+    with pytest.raises(AttributeError):
+        ops.linear = shifted  # type: ignore[misc]
