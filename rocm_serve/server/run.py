@@ -24,6 +24,7 @@ OnReady = Callable[[str, EffectiveLimits], None]
 _log = logging.getLogger("rocm_serve.server")
 _POLL_S = 0.1
 _DEAD_GRACE_S = 2.0  # long enough for a probe to read the 503 and for open answers to end with their error
+_LAST_WORDS_S = 1.0  # for the errors of answers that are cut off to reach their clients
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -128,10 +129,12 @@ async def serve(
             server.should_exit = True
             drained = await _drain(client, http, stop, 1.0 if died else drain_timeout_s)
         finally:
-            http.cancel()
+            await client.close()  # what is still open ends with an error that its client can read
+            await asyncio.wait({http}, timeout=_LAST_WORDS_S)
+            for task in (http, *server.server_state.tasks):
+                task.cancel()
             await asyncio.gather(http, return_exceptions=True)
-            await client.close()
-    return 1 if died or not drained else 0
+    return 1 if died or not drained or client.error is not None else 0
 
 
 async def _until_end(
@@ -148,10 +151,11 @@ async def _until_end(
         if asked.done():
             return False
         try:
-            ready(start.result())
+            limits = start.result()
         except RuntimeError as error:
             _log.error("the engine did not start: %s", error)
             return True
+        ready(limits)
         while client.state != "dead" and not asked.done():
             await asyncio.wait({asked}, timeout=_POLL_S)
         return not asked.done()

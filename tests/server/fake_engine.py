@@ -49,6 +49,7 @@ class FakeEngine:
         self._fail_after = fail_after
         self._places = asyncio.Semaphore(max_running)
         self._step_s = step_s
+        self._closed = False
 
     @property
     def stats(self) -> Stats:
@@ -64,6 +65,8 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.calls.append("close")
+        self._closed = True
+        self.release.set()
 
     def logits(self, sequence: Sequence[int]) -> Logits:
         seed = zlib.crc32(np.asarray(sequence, np.int64).tobytes())
@@ -106,6 +109,9 @@ class FakeEngine:
         batch: list[int] = []
         reason: FinishReason | None = None
         while reason is None:
+            if self._closed:
+                yield Output(name, finish_reason=FinishReason.ERROR, error="the link is closed")
+                return
             if self._fail_after is not None and len(made) >= self._fail_after:
                 yield Output(name, finish_reason=FinishReason.ERROR, error="the planted fault")
                 return
