@@ -1,0 +1,106 @@
+"""All ranks of any topology in this process: one thread per tensor-parallel rank, stages one after the other."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+
+from rocm_serve.config.schema import Resolved
+from rocm_serve.executor.api import ExecutorFailed
+from rocm_serve.executor.loading import load_stage_model
+from rocm_serve.executor.memory import effective_limits
+from rocm_serve.executor.runner import StageRunner, warm_up_plans
+from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, Plan, StepResult, WorkerLoaded
+from rocm_serve.parallel.comm import CountingComm, ThreadComm, run_ranks
+from rocm_serve.parallel.mesh import Mesh
+
+
+class SimulatedExecutor:
+    """Executor over simulated ranks. `comms[rank]` counts the collectives of every rank."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.resolved = resolved
+        self.mesh = Mesh(resolved.tp, resolved.pp)
+        self.depth = resolved.pp
+        self.comms: dict[int, CountingComm] = {}
+        self._loaded: dict[int, WorkerLoaded] = {}
+        self._limits: EffectiveLimits | None = None
+        self._all_loaded = threading.Barrier(resolved.tp, action=self._decide)
+        self._plans: list[queue.Queue[Plan | None]] = [queue.Queue() for _ in range(resolved.tp)]
+        self._results: queue.Queue[StepResult | BaseException] = queue.Queue()
+        self._first_results: dict[int, StepResult] = {}
+        self._in_flight: deque[int] = deque()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> EffectiveLimits:
+        self._thread.start()
+        ready = self._results.get(timeout=240)
+        if isinstance(ready, BaseException):
+            raise ready
+        assert self._limits is not None
+        return self._limits
+
+    def submit(self, plan: Plan) -> None:
+        assert len(self._in_flight) < self.depth
+        self._in_flight.append(plan.seq)
+        for one in self._plans:
+            one.put(plan)
+
+    def poll(self, timeout_s: float) -> StepResult | None:
+        try:
+            result = self._results.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(result, BaseException):
+            raise ExecutorFailed(str(result)) from result
+        assert result.seq == self._in_flight.popleft()
+        return result
+
+    def shutdown(self) -> None:
+        for one in self._plans:
+            one.put(None)
+        self._thread.join(timeout=60)
+
+    def _run(self) -> None:
+        try:
+            run_ranks(self.mesh.tp, self._rank)
+        except BaseException as error:
+            self._results.put(error)
+
+    def _decide(self) -> None:
+        self._limits = effective_limits(self.resolved, [self._loaded[r] for r in sorted(self._loaded)])
+
+    def _rank(self, comm: ThreadComm) -> None:
+        stages = []
+        for stage in range(self.mesh.pp):
+            coord = self.mesh.coord(self.mesh.tp_group(stage)[comm.rank])
+            counting = CountingComm(comm)
+            self.comms[coord.rank] = counting
+            part = load_stage_model(self.resolved, coord, counting)
+            stages.append(part)
+            self._loaded[coord.rank] = WorkerLoaded(
+                coord.rank, WIRE_VERSION, part.cache_bytes, part.page_bytes, part.slot_bytes
+            )
+        self._all_loaded.wait()
+        assert self._limits is not None
+        runners = [part.runner(num_pages=self._limits.num_pages, num_slots=self._limits.num_slots) for part in stages]
+        for plan in warm_up_plans(self.resolved.page_size, self.resolved.max_model_len):
+            self._step(runners, plan)
+        if comm.rank == 0:
+            self._results.put(StepResult(-1, ()))
+        while (plan_or_end := self._plans[comm.rank].get()) is not None:
+            result = self._step(runners, plan_or_end)
+            first = self._first_results.setdefault(result.seq, result)
+            assert first == result, f"rank {comm.rank} came to another result: {result} is not {first}"
+            if comm.rank == 0:
+                self._results.put(result)
+
+    def _step(self, runners: list[StageRunner], plan: Plan) -> StepResult:
+        hidden = None
+        for runner in runners:
+            out = runner.step(plan, hidden)
+            if isinstance(out, StepResult):
+                return out
+            hidden = out if plan.work else None
+        raise AssertionError("the last stage gave no result")
