@@ -1,0 +1,439 @@
+"""Core and client over a real ZeroMQ link, in one process; the workers are a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from rocm_serve.engine.client import EngineClient, EngineDead
+from rocm_serve.engine.core import EngineCore, StepTrace
+from rocm_serve.engine.link import VERSION_FRAME, ClientLink, CoreLink, WireError, endpoint
+from rocm_serve.engine.thread import CoreThread
+from rocm_serve.errors import UserError
+from rocm_serve.executor.api import Executor, ExecutorFailed
+from rocm_serve.messages import AddRequest, CoreStopped, Drain, FromCore, Output, Outputs, ToCore
+from rocm_serve.types import FinishReason, SamplingParams
+from tests.engine.simulation import Answer, FakeExecutor, alone, make_limits, make_prompt
+
+LIMITS = make_limits(num_pages=400, max_running_requests=64, chunked_prefill_size=64)
+
+
+@pytest.fixture
+def run_dir() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="core-") as path:  # pytest's own are too deep for a socket
+        yield path
+
+
+def run(story: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(), timeout=60))
+
+
+@asynccontextmanager
+async def engine(
+    run_dir: str, make: Callable[[], Executor], trace: list[StepTrace] | None = None
+) -> AsyncIterator[tuple[EngineClient, CoreThread]]:
+    """A client and a core that is not ready yet."""
+    client = EngineClient(run_dir)
+    thread = CoreThread(run_dir, make, None if trace is None else trace.append)
+    thread.start()
+    try:
+        yield client, thread
+    finally:
+        if thread.is_alive():
+            await client.drain()
+        await client.close()
+    await asyncio.to_thread(thread.join, 10)
+    assert not thread.is_alive()
+
+
+def make_request(name: str, length: int, seed: int = 1, **params: int) -> AddRequest:
+    return AddRequest(name, make_prompt(seed, length), SamplingParams(**params))  # type: ignore[arg-type]
+
+
+async def collect(client: EngineClient, request: AddRequest) -> Answer:
+    answer = Answer()
+    async for output in client.generate(request):
+        answer.tokens += output.tokens
+        answer.logprobs += output.logprobs
+        answer.prompt_logprobs += output.prompt_logprobs
+        answer.finish_reason = output.finish_reason
+        answer.stop_token = output.stop_token
+    return answer
+
+
+async def last(client: EngineClient, request: AddRequest) -> Output:
+    *_, output = [output async for output in client.generate(request)]
+    return output
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until it holds; the test's own deadline ends a wait in vain."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_200_concurrent_requests_each_get_the_answer_of_their_alone_run(run_dir: str, depth: int) -> None:
+    limits = make_limits(num_pages=140, max_running_requests=48, chunked_prefill_size=256)
+    rng = random.Random()
+    requests = [
+        AddRequest(
+            f"r{number}",
+            make_prompt(number, rng.randint(1, 20)),
+            SamplingParams(
+                max_tokens=rng.randint(0, 60),
+                eos_token_ids=rng.choice([(), (0,)]),
+                logprobs=rng.choice([None, 2]),
+                prompt_logprobs=rng.choice([None, 0]),
+            ),
+        )
+        for number in range(200)
+    ]
+
+    async def story() -> None:
+        executor = FakeExecutor(limits, depth)
+        async with engine(run_dir, lambda: executor) as (client, _):
+            assert await client.start() == limits
+            answers = await asyncio.gather(*(collect(client, request) for request in requests))
+            for request, answer in zip(requests, answers, strict=True):
+                assert answer == alone(request.prompt, request.params, limits)
+            stats = client.stats
+            assert (stats.finished, stats.running, stats.waiting) == (200, 0, 0)
+            assert (stats.pages_used, stats.slots_used) == (0, 0)
+            assert stats.peak_running > 20 and stats.mixed_steps and stats.preemptions
+            assert client.num_open == 0
+        assert executor.shut_down
+
+    run(story)
+
+
+def test_closing_the_iterator_aborts_before_and_after_the_first_token(run_dir: str) -> None:
+    async def story() -> None:
+        executor = FakeExecutor(LIMITS, step_s=0.005)
+        async with engine(run_dir, lambda: executor) as (client, _):
+            await client.start()
+            async with aclosing(client.generate(make_request("a", 5, max_tokens=200))) as outputs:
+                await anext(outputs)
+            await until(lambda: client.stats.aborted == 1)
+            task = asyncio.create_task(collect(client, make_request("b", 200, max_tokens=50)))
+            await until(lambda: client.num_open == 1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await until(lambda: client.stats.aborted == 2)
+            await until(lambda: client.stats.running == client.stats.pages_used == 0)
+            assert await collect(client, make_request("c", 5, max_tokens=3))
+            assert executor.worker.requests.keys() == {2}, "the workers were told to forget the aborted ones"
+
+    run(story)
+
+
+def test_an_iterator_that_has_ended_aborts_nothing(run_dir: str) -> None:
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(LIMITS)) as (client, _):
+            await client.start()
+            async with aclosing(client.generate(make_request("a", 5, max_tokens=1))) as outputs:
+                assert (await anext(outputs)).finish_reason is FinishReason.LENGTH
+            await collect(client, make_request("b", 5, max_tokens=1))
+            assert client.stats.aborted == 0 and client.stats.finished == 2
+
+    run(story)
+
+
+def test_abort_by_id_ends_the_iterator_of_somebody_else(run_dir: str) -> None:
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(LIMITS, step_s=0.005)) as (client, _):
+            await client.start()
+            task = asyncio.create_task(last(client, make_request("a", 5, max_tokens=200)))
+            await until(lambda: client.num_open == 1)
+            client.abort(("a", "unknown"))
+            assert (await task).finish_reason is FinishReason.ABORT
+            await until(lambda: client.stats.aborted == 1)
+
+    run(story)
+
+
+def test_drain_finishes_what_runs_and_waits_and_takes_nothing_new(run_dir: str) -> None:
+    limits = make_limits(max_running_requests=2)
+
+    async def story() -> None:
+        executor = FakeExecutor(limits, step_s=0.002)
+        async with engine(run_dir, lambda: executor) as (client, thread):
+            await client.start()
+            requests = [make_request(f"r{number}", 5, max_tokens=20) for number in range(6)]
+            tasks = [asyncio.create_task(collect(client, request)) for request in requests]
+            await until(lambda: client.stats.running == 2)
+            drained = asyncio.create_task(client.drain())
+            await until(lambda: client.state == "draining")
+            refused = await last(client, make_request("late", 5, max_tokens=1))
+            assert refused.finish_reason is FinishReason.ERROR and "shutting down" in (refused.error or "")
+            answers = await asyncio.gather(*tasks)
+            await drained
+            assert all(len(answer.tokens) == 20 for answer in answers)
+            assert client.state == "dead" and client.error is None
+            await asyncio.to_thread(thread.join)
+            assert thread.exit_code == 0 and executor.shut_down
+
+    run(story)
+
+
+def test_drain_ends_an_idle_engine(run_dir: str) -> None:
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(LIMITS)) as (client, thread):
+            await client.start()
+            await client.drain()
+            await asyncio.to_thread(thread.join)
+            assert thread.exit_code == 0
+
+    run(story)
+
+
+def test_a_dead_worker_ends_every_request_with_its_sentence(run_dir: str) -> None:
+    async def story() -> None:
+        executor = FakeExecutor(make_limits(max_running_requests=2), depth=2, fail_at=7)
+        async with engine(run_dir, lambda: executor) as (client, thread):
+            await client.start()
+            requests = [make_request(f"r{number}", 5, max_tokens=30) for number in range(5)]
+            for output in await asyncio.gather(*(last(client, request) for request in requests)):
+                assert output.finish_reason is FinishReason.ERROR
+                assert output.error == "rank 1 failed during forward: a planted fault"
+            await until(lambda: client.state == "dead")
+            assert client.error == "rank 1 failed during forward: a planted fault"
+            late = await last(client, make_request("late", 5, max_tokens=1))
+            assert late.finish_reason is FinishReason.ERROR and late.error == client.error
+            await client.drain()
+            await asyncio.to_thread(thread.join)
+            assert thread.exit_code == 1 and executor.shut_down
+
+    run(story)
+
+
+def test_a_worker_that_dies_while_nothing_runs_is_noticed(run_dir: str) -> None:
+    class Sick(FakeExecutor):
+        def poll(self, timeout_s: float) -> None:
+            raise ExecutorFailed("rank 3 died without a word")
+
+    async def story() -> None:
+        async with engine(run_dir, lambda: Sick(LIMITS)) as (client, _):
+            await client.start()
+            await until(lambda: client.state == "dead")
+            assert client.error == "rank 3 died without a word"
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ExecutorFailed("rank 0 failed during loading: no such tensor"), 1),
+        (UserError("--mem-fraction is too small"), 2),
+    ],
+)
+def test_an_engine_that_does_not_come_up_says_why(run_dir: str, error: Exception, code: int) -> None:
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(LIMITS, start_error=error)) as (client, thread):
+            with pytest.raises(EngineDead, match=str(error)):
+                await client.start()
+            await asyncio.to_thread(thread.join)
+            assert thread.exit_code == code
+
+    run(story)
+
+
+def test_an_executor_that_cannot_be_made_reaches_the_client_and_the_starter(run_dir: str) -> None:
+    def make() -> Executor:
+        raise UserError("--model /nowhere: no such directory")
+
+    async def story() -> None:
+        async with engine(run_dir, make) as (client, thread):
+            with pytest.raises(EngineDead, match="no such directory"):
+                await client.start()
+            await asyncio.to_thread(thread.join)
+            assert thread.exit_code == 2 and isinstance(thread.error, UserError)
+
+    run(story)
+
+
+def test_the_supervisor_can_declare_the_engine_dead(run_dir: str) -> None:
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(LIMITS, step_s=0.01)) as (client, thread):
+            await client.start()
+            task = asyncio.create_task(last(client, make_request("a", 5, max_tokens=200)))
+            await until(lambda: client.stats.running == 1)
+            client.fail("the engine core was killed by signal 9")
+            client.fail("a second reason")
+            output = await task
+            assert output.error == client.error == "the engine core was killed by signal 9"
+            link = ClientLink(run_dir)
+            link.send(Drain())
+            await asyncio.to_thread(thread.join)
+            link.close()
+
+    run(story)
+
+
+def test_a_refused_request_ends_with_the_sentence_and_hurts_nobody(run_dir: str) -> None:
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(LIMITS)) as (client, _):
+            await client.start()
+            output = await last(client, make_request("long", 1000, max_tokens=1))
+            assert output.finish_reason is FinishReason.ERROR and "1000 tokens" in (output.error or "")
+            assert len((await collect(client, make_request("ok", 5, max_tokens=4))).tokens) == 4
+
+    run(story)
+
+
+def test_an_id_in_use_is_refused_by_the_client(run_dir: str) -> None:
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(LIMITS, step_s=0.005)) as (client, _):
+            await client.start()
+            async with aclosing(client.generate(make_request("a", 5, max_tokens=200))) as outputs:
+                await anext(outputs)
+                with pytest.raises(ValueError, match="already in use"):
+                    await collect(client, make_request("a", 5, max_tokens=1))
+                assert (await anext(outputs)).finish_reason is None
+
+    run(story)
+
+
+def test_before_ready_a_request_is_refused_and_limits_are_unknown(run_dir: str) -> None:
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(LIMITS)) as (client, _):
+            with pytest.raises(RuntimeError, match="not said its limits"):
+                _ = client.limits
+            output = await last(client, make_request("a", 5, max_tokens=1))
+            assert "still starting" in (output.error or "")
+            await client.start()
+            assert client.limits == LIMITS
+
+    run(story)
+
+
+def test_both_stages_have_work_at_once_when_32_requests_decode(run_dir: str) -> None:
+    limits = make_limits(num_pages=800, max_running_requests=32, chunked_prefill_size=512)
+    trace: list[StepTrace] = []
+
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(limits, depth=2, step_s=0.01), trace) as (client, _):
+            await client.start()
+            requests = [make_request(f"r{number}", 5, seed=number, max_tokens=30) for number in range(32)]
+            await asyncio.gather(*(collect(client, request) for request in requests))
+
+    run(story)
+    steady = [step for step in trace if step.num_recurrent == step.num_works]
+    assert len(steady) > 40
+    full = [step for step in steady if 15 <= step.num_works <= 17]
+    assert len(full) >= 0.9 * len(steady)
+    overlapped = sum(a.committed_ns > b.submitted_ns for a, b in zip(trace, trace[1:], strict=False))
+    assert overlapped >= len(trace) // 2
+    assert sum(step.in_flight == 2 for step in steady) >= len(steady) // 2
+
+
+class Inbox:
+    """A link without a wire: what the loop is handed at each look, and what it says."""
+
+    def __init__(self, *looks: list[ToCore]) -> None:
+        self.looks = list(looks)
+        self.waits: list[float] = []
+        self.sent: list[FromCore] = []
+
+    def receive(self, timeout_s: float) -> list[ToCore]:
+        self.waits.append(timeout_s)
+        return self.looks.pop(0) if self.looks else []
+
+    def send(self, message: FromCore) -> None:
+        self.sent.append(message)
+
+
+def test_the_loop_sleeps_when_idle_and_sends_one_message_per_step() -> None:
+    idle: list[ToCore] = []
+    link = Inbox(idle, idle, [make_request("a", 5, max_tokens=4), Drain()])
+    executor = FakeExecutor(LIMITS)
+    assert EngineCore(executor, link).run() == 0
+    assert all(wait > 0.1 for wait in link.waits[:3]) and all(wait == 0 for wait in link.waits[3:])
+    news = [message for message in link.sent if isinstance(message, Outputs)]
+    assert len([one for one in news if one.outputs]) == len(executor.plans) == 4
+    assert len(link.waits) <= 3 + len(executor.plans) + 1, "it went around without a reason"
+    assert isinstance(link.sent[-1], CoreStopped)
+
+
+def test_our_own_mistake_fails_the_requests_and_is_raised() -> None:
+    class Wrong(FakeExecutor):
+        def poll(self, timeout_s: float) -> None:
+            raise ZeroDivisionError("planted")
+
+    link = Inbox([make_request("a", 5, max_tokens=4)])
+    with pytest.raises(ZeroDivisionError):
+        EngineCore(Wrong(LIMITS), link).run()
+    outputs, failed = link.sent[-2:]
+    assert isinstance(outputs, Outputs) and outputs.outputs[0].finish_reason is FinishReason.ERROR
+    assert "ZeroDivisionError: planted" in str(failed)
+
+
+def test_a_new_request_joins_while_a_plan_is_in_flight_and_depth_allows(run_dir: str) -> None:
+    executor = FakeExecutor(LIMITS, depth=2, step_s=0.05)
+    trace: list[StepTrace] = []
+
+    async def story() -> None:
+        async with engine(run_dir, lambda: executor, trace) as (client, _):
+            await client.start()
+            first = asyncio.create_task(collect(client, make_request("a", 5, max_tokens=6)))
+            await until(lambda: client.stats.running == 1)
+            await collect(client, make_request("b", 5, max_tokens=1))
+            await first
+
+    run(story)
+    b = next(plan.seq for plan in executor.plans for new in plan.new if new.rid == 1)
+    assert next(step for step in trace if step.seq == b).in_flight == 2
+
+
+def test_another_wire_version_is_refused_at_either_end(run_dir: str) -> None:
+    context = zmq.Context()
+    core = CoreLink(run_dir)
+    sender = context.socket(zmq.PUSH)
+    sender.connect(endpoint(run_dir, "to_core.sock"))
+    sender.send_multipart((b"\xff\xff", b""))
+    with pytest.raises(WireError, match="wire version"):
+        while True:
+            core.receive(1.0)
+    core.close()
+
+    async def story() -> None:
+        client = EngineClient(run_dir)
+        sender.connect(endpoint(run_dir, "from_core.sock"))
+        sender.disconnect(endpoint(run_dir, "to_core.sock"))
+        sender.send_multipart((b"\xff\xff", b""))
+        with pytest.raises(EngineDead, match="wire version"):
+            await client.start()
+        await client.close()
+
+    assert VERSION_FRAME != b"\xff\xff"
+    run(story)
+    context.destroy(linger=0)
+
+
+def test_a_run_directory_too_long_for_a_socket_is_named() -> None:
+    with pytest.raises(ValueError, match="too long for a socket"):
+        endpoint(str(Path("/tmp") / ("x" * 120)), "to_core.sock")
+
+
+def test_closing_a_client_ends_what_is_open(run_dir: str) -> None:
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(LIMITS, step_s=0.01)) as (client, thread):
+            await client.start()
+            task = asyncio.create_task(last(client, make_request("a", 5, max_tokens=30)))
+            await until(lambda: client.stats.running == 1)
+            await client.close()
+            assert "closed its link" in ((await task).error or "")
+            link = ClientLink(run_dir)
+            link.send(Drain())
+            await asyncio.to_thread(thread.join)
+            link.close()
+
+    run(story)
