@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-pytest_plugins = ["pytester", "tests.skip_gate"]
+pytest_plugins = ["pytester", "tests.made", "tests.skip_gate"]
