@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rocm_serve.messages import Output
 from rocm_serve.server.choices import Choice
 from rocm_serve.server.errors import ApiError
-from rocm_serve.server.logprobs import LogprobLists, LogprobWriter, prompt_logprob_object
+from rocm_serve.server.logprobs import Scored, prompt_logprob_object
 from rocm_serve.tokens.text_stream import TextStep, TextStream
 from rocm_serve.tokens.tokenizer import Tokenizer
 from rocm_serve.types import FinishReason, TokenLogprob
@@ -23,7 +23,7 @@ class Part:
 
     index: int
     text: str
-    logprobs: LogprobLists | None = None
+    scored: list[Scored] | None = None  # None when log-probs were not asked for, or none are out yet
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -38,11 +38,8 @@ class Answer:
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, choice.text)
-        self._writer: LogprobWriter | None = None
-        if choice.logprobs is not None:
-            self._writer = LogprobWriter(tokenizer, choice.logprobs, choice.tokens_as_ids)
         self._prompt_entries: list[TokenLogprob] = []
-        self._waiting: deque[tuple[int, TokenLogprob | None, int]] = deque()
+        self._waiting: deque[Scored] = deque()
         self._started = False
 
     def feed(self, output: Output) -> Part | None:
@@ -62,8 +59,8 @@ class Answer:
         if output.finish_reason is not None and part.finish_reason is None:
             self._finish(output, part)
         self.finish_reason = part.finish_reason
-        part.logprobs = self._released_logprobs(final=part.finish_reason is not None)
-        if part.text or part.logprobs is not None or part.finish_reason is not None:
+        part.scored = self._released(final=part.finish_reason is not None)
+        if part.text or part.scored is not None or part.finish_reason is not None:
             return part
         return None
 
@@ -78,7 +75,7 @@ class Answer:
             self._stream.prime(prompt)
             return ""
         step = self._stream.echo(prompt)
-        if self._writer is not None:
+        if choice.logprobs is not None:
             assert len(self._prompt_entries) == len(prompt) - 1, "a prompt log-prob for every token but the first"
             self._queue(prompt, (None, *self._prompt_entries), step)
         self._prompt_entries = []
@@ -89,7 +86,7 @@ class Answer:
         step = self._stream.push(output.tokens, hide_last=hide_last)
         self.num_tokens += step.used
         part.text += step.text
-        if self._writer is not None:
+        if self.choice.logprobs is not None:
             self._queue(output.tokens, output.logprobs, step)
         if step.matched is not None:
             part.finish_reason, part.stop_reason = "stop", step.matched
@@ -105,18 +102,16 @@ class Answer:
 
     def _queue(self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None], step: TextStep) -> None:
         for place in range(step.used):
-            self._waiting.append((tokens[place], entries[place], step.offsets[place]))
+            self._waiting.append(Scored(tokens[place], entries[place], step.offsets[place]))
 
-    def _released_logprobs(self, *, final: bool) -> LogprobLists | None:
+    def _released(self, *, final: bool) -> list[Scored] | None:
         """Give out the entries whose text is out; those of text that a stop string cut away point at the end."""
-        if self._writer is None:
-            return None
         shown = self._stream.shown
-        lists = LogprobLists()
-        while self._waiting and (final or not self._stream.holds_text or self._waiting[0][2] < shown):
+        scored: list[Scored] = []
+        while self._waiting and (final or not self._stream.holds_text or self._waiting[0].offset < shown):
             token, entry, offset = self._waiting.popleft()
-            self._writer.add(lists, token, entry, min(offset, shown))
-        return lists if lists.tokens else None
+            scored.append(Scored(token, entry, min(offset, shown)))
+        return scored or None
 
 
 def engine_error(output: Output) -> ApiError:

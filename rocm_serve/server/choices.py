@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,49 +142,56 @@ def _check_completion(body: CompletionRequest, checker: Checker) -> None:
 
 
 def completion_choices(body: CompletionRequest, checker: Checker, request_id: str, rng: random.Random) -> list[Choice]:
-    """Return prompts x n choices, in the order of their index (prompt * n + choice).
+    """Return prompts x n choices, in the order of their index (prompt * n + choice). Errors: ApiError 400 or 404."""
+    checker.check_model(body.model)
+    _check_completion(body, checker)
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    params = msgspec.structs.replace(
+        sampling_params(body, checker), logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
+    )
+    pattern = Choice(
+        0,
+        AddRequest("", (), params),
+        text_options(body, track_offsets=body.logprobs is not None),
+        echo=bool(body.echo),
+        logprobs=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+    )
+    cap = None if "max_tokens" in body.model_fields_set else DEFAULT_MAX_TOKENS
+    add_special = bool(body.add_special_tokens)
+    sized: list[tuple[tuple[int, ...], int]] = []
+    for prompt in body.prompt:
+        ids = checker.prompt_ids(prompt, add_special)
+        left = checker.max_tokens(body.max_tokens, len(ids))
+        sized.append((ids, left if cap is None else min(left, cap)))
+    return expand(pattern, sized, body, request_id, rng)
+
+
+def expand(
+    pattern: Choice,
+    prompts: Sequence[tuple[tuple[int, ...], int]],
+    body: SamplingFields,
+    request_id: str,
+    rng: random.Random,
+) -> list[Choice]:
+    """Return n choices like `pattern` for each prompt and its number of tokens.
 
     A request without a seed draws one per prompt from `rng`; with a seed every prompt uses it, so a prompt's answers
     are the same alone and in a list.
     """
-    checker.check_model(body.model)
-    _check_completion(body, checker)
-    shared = sampling_params(body, checker)
-    is_default = "max_tokens" not in body.model_fields_set
-    text = text_options(body, track_offsets=body.logprobs is not None)
-    prompt_logprobs = body.prompt_logprobs
-    if body.echo and body.logprobs is not None:
-        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-    n = body.n or 1
     choices: list[Choice] = []
-    for prompt in body.prompt:
-        ids = checker.prompt_ids(prompt, bool(body.add_special_tokens))
-        max_tokens = checker.max_tokens(body.max_tokens, len(ids))
-        if is_default:
-            max_tokens = min(max_tokens, DEFAULT_MAX_TOKENS)
-        if shared.min_tokens > max_tokens:
-            message = f"min_tokens {shared.min_tokens} is above the {max_tokens} tokens that will be made at most"
+    params = pattern.request.params
+    for ids, max_tokens in prompts:
+        if params.min_tokens > max_tokens:
+            message = f"min_tokens {params.min_tokens} is above the {max_tokens} tokens that will be made at most"
             raise bad_request(message, "min_tokens")
         seed = rng.getrandbits(64) if body.seed is None else body.seed & _SEED_MASK
-        for choice in range(n):
-            params = msgspec.structs.replace(
-                shared,
-                max_tokens=max_tokens,
-                seed=seed,
-                choice=choice,
-                logprobs=body.logprobs,
-                prompt_logprobs=prompt_logprobs,
-            )
+        for choice in range(body.n or 1):
             index = len(choices)
-            choices.append(
-                Choice(
-                    index,
-                    AddRequest(f"{request_id}-{index}", ids, params),
-                    text,
-                    echo=bool(body.echo),
-                    logprobs=body.logprobs,
-                    prompt_logprobs=body.prompt_logprobs,
-                    tokens_as_ids=bool(body.return_tokens_as_token_ids),
-                )
-            )
+            own = msgspec.structs.replace(params, max_tokens=max_tokens, seed=seed, choice=choice)
+            request = AddRequest(f"{request_id}-{index}", ids, own)
+            choices.append(dataclasses.replace(pattern, index=index, request=request))
     return choices

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from contextlib import aclosing
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
-from rocm_serve.server.answer import Answer, Part, PromptLogprobs
+from rocm_serve.server.answer import Answer, Part
 from rocm_serve.server.body import read_body
 from rocm_serve.server.choices import completion_choices
 from rocm_serve.server.context import Context
 from rocm_serve.server.errors import ApiError
-from rocm_serve.server.logprobs import LogprobLists
+from rocm_serve.server.logprobs import LogprobWriter
 from rocm_serve.server.protocol import CompletionRequest
-from rocm_serve.server.sse import DONE, EventStream, event, until_disconnect
+from rocm_serve.server.respond import Frame, checked_choices, encode, respond, usage
+from rocm_serve.server.sse import DONE, event
 
-_encode = msgspec.json.Encoder().encode
-_LONG_PROMPT_CHARS = 20_000  # such prompts are tokenised on a thread: they would hold up the streams of others
+_KIND = "text_completion"
 
 
 def build_router(context: Context) -> APIRouter:
@@ -39,89 +33,51 @@ def build_router(context: Context) -> APIRouter:
     return router
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """What all chunks and the whole answer of one request have in common."""
-
-    id: str
-    created: int
-    model: str
-    num_choices_per_prompt: int
-
-    def fields(self) -> dict[str, object]:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
-
-
 async def _answer(request: Request, body: CompletionRequest, context: Context) -> Response:
-    frame = _Frame(
-        id=f"cmpl-{uuid.uuid4().hex}",
-        created=int(datetime.now(UTC).timestamp()),
-        model=context.info.served_model_name,
-        num_choices_per_prompt=body.n or 1,
+    frame = Frame.build("cmpl", body, context)
+    num_chars = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
+    choices = await checked_choices(
+        context, frame, lambda checker, name, rng: completion_choices(body, checker, name, rng), num_chars
     )
-    checker = context.checker()
-    rng = random.Random(context.rng.getrandbits(64))
-    if sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str)) > _LONG_PROMPT_CHARS:
-        choices = await asyncio.to_thread(completion_choices, body, checker, frame.id, rng)
-    else:
-        choices = completion_choices(body, checker, frame.id, rng)
     answers = context.runner.answers(choices)
-    with ExitStack() as held:
-        held.enter_context(context.gate.admit(len(choices)))
-        if body.stream:
-            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventStream(_stream(answers, frame, context, usage), on_end=held.pop_all().close)
-        return await _whole(request, answers, frame, context)
+    writer = None
+    if body.logprobs is not None:
+        writer = LogprobWriter(context.tokenizer, body.logprobs, bool(body.return_tokens_as_token_ids))
+    return await respond(
+        request,
+        context,
+        answers,
+        stream=(lambda: _stream(answers, frame, context, writer)) if body.stream else None,
+        whole=lambda: _whole(answers, frame, context, writer),
+    )
 
 
-async def _whole(request: Request, answers: list[Answer], frame: _Frame, context: Context) -> Response:
-    """Answer in one JSON object. A client that goes away ends the work."""
-    work = asyncio.create_task(_collect(answers, context))
-    watch = asyncio.create_task(until_disconnect(request.receive))
-    try:
-        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not work.done():
-            work.cancel()
-        watch.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
-    if work.cancelled():
-        return Response(status_code=499)  # nobody reads it
-    body = {**frame.fields(), "choices": work.result(), "usage": _usage(answers, frame)}
-    return Response(_encode(body), media_type="application/json")
-
-
-async def _collect(answers: Sequence[Answer], context: Context) -> list[dict[str, object]]:
+async def _whole(
+    answers: Sequence[Answer], frame: Frame, context: Context, writer: LogprobWriter | None
+) -> dict[str, object]:
+    """Gather the parts of every choice and return the whole answer."""
+    whole = [Part(answer.choice.index, "", None if writer is None else []) for answer in answers]
     texts: list[list[str]] = [[] for _ in answers]
-    logprobs: list[LogprobLists | None] = [None] * len(answers)
-    prompt_logprobs: list[PromptLogprobs | None] = [None] * len(answers)
-    last: list[Part | None] = [None] * len(answers)
     async with aclosing(context.runner.parts(answers)) as parts:
         async for part in parts:
+            mine = whole[part.index]
             texts[part.index].append(part.text)
-            known = logprobs[part.index]
-            if known is None:
-                logprobs[part.index] = part.logprobs
-            elif part.logprobs is not None:
-                known.extend(part.logprobs)
+            if mine.scored is not None and part.scored is not None:
+                mine.scored += part.scored
             if part.prompt_logprobs is not None:
-                prompt_logprobs[part.index] = part.prompt_logprobs
-            last[part.index] = part
-    for answer, lists in zip(answers, logprobs, strict=True):
-        if lists is None and answer.choice.logprobs is not None:
-            logprobs[answer.choice.index] = LogprobLists()
-    return [
-        _choice(Part(index, "".join(texts[index]), lists, end.finish_reason, end.stop_reason, prompts))
-        for index, (lists, prompts, end) in enumerate(zip(logprobs, prompt_logprobs, last, strict=True))
-        if end is not None
-    ]
+                mine.prompt_logprobs = part.prompt_logprobs
+            mine.finish_reason, mine.stop_reason = part.finish_reason, part.stop_reason
+    for mine, text in zip(whole, texts, strict=True):
+        mine.text = "".join(text)
+    choices = [_choice(part, writer) for part in whole]
+    return {**frame.fields(_KIND), "choices": choices, "usage": usage(answers, frame)}
 
 
-def _choice(part: Part) -> dict[str, object]:
+def _choice(part: Part, writer: LogprobWriter | None) -> dict[str, object]:
     choice: dict[str, object] = {
         "index": part.index,
         "text": part.text,
-        "logprobs": None if part.logprobs is None else part.logprobs.as_dict(),
+        "logprobs": None if writer is None or part.scored is None else writer.lists(part.scored),
         "finish_reason": part.finish_reason,
         "stop_reason": part.stop_reason,
     }
@@ -130,27 +86,20 @@ def _choice(part: Part) -> dict[str, object]:
     return choice
 
 
-def _usage(answers: Sequence[Answer], frame: _Frame) -> dict[str, int]:
-    """Count each prompt once, whatever n is, and every token made, a hidden end token too."""
-    prompts = sum(len(answer.choice.request.prompt) for answer in answers[:: frame.num_choices_per_prompt])
-    made = sum(answer.num_tokens for answer in answers)
-    return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
-
-
 async def _stream(
-    answers: Sequence[Answer], frame: _Frame, context: Context, include_usage: bool
+    answers: Sequence[Answer], frame: Frame, context: Context, writer: LogprobWriter | None
 ) -> AsyncGenerator[bytes, None]:
     """Yield one event per part. With `include_usage` every chunk has usage null, and a last one the counts."""
-    head = b"data: " + _encode(frame.fields())[:-1] + b',"choices":['
-    tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+    head = b"data: " + encode(frame.fields(_KIND))[:-1] + b',"choices":['
+    tail = b'],"usage":null}\n\n' if frame.include_usage else b"]}\n\n"
     try:
         async with aclosing(context.runner.parts(answers)) as parts:
             async for part in parts:
-                yield head + _encode(_choice(part)) + tail
+                yield head + encode(_choice(part, writer)) + tail
     except ApiError as error:
         yield event(error.body())
         yield DONE
         return
-    if include_usage:
-        yield event(_encode({**frame.fields(), "choices": [], "usage": _usage(answers, frame)}))
+    if frame.include_usage:
+        yield event(encode({**frame.fields(_KIND), "choices": [], "usage": usage(answers, frame)}))
     yield DONE

@@ -1,8 +1,10 @@
-"""Log-probs in the shape of OpenAI's completions: parallel lists, one entry per token."""
+"""Log-probs in the shapes of OpenAI's completions and chat, and of vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from rocm_serve.tokens.tokenizer import Tokenizer
 from rocm_serve.types import TokenLogprob
@@ -10,59 +12,61 @@ from rocm_serve.types import TokenLogprob
 LOWEST = -9999.0  # JSON has no -Infinity; OpenAI's own stand-in
 
 
-@dataclass
-class LogprobLists:
-    """The `logprobs` object of one choice, or of one chunk of it."""
+class Scored(NamedTuple):
+    """One token of an answer. `entry` None: its log-prob is not defined (the first token of a prompt)."""
 
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-    text_offset: list[int] = field(default_factory=list)
-
-    def extend(self, other: LogprobLists) -> None:
-        self.tokens += other.tokens
-        self.token_logprobs += other.token_logprobs
-        self.top_logprobs += other.top_logprobs
-        self.text_offset += other.text_offset
-
-    def as_dict(self) -> dict[str, object]:
-        return {
-            "tokens": self.tokens,
-            "token_logprobs": self.token_logprobs,
-            "top_logprobs": self.top_logprobs,
-            "text_offset": self.text_offset,
-        }
+    token: int
+    entry: TokenLogprob | None
+    offset: int  # where its text begins
 
 
 @dataclass(frozen=True)
 class LogprobWriter:
-    """Writes entries with token strings, or with `token_id:N` for all of them."""
+    """Writes scores with token strings, or with `token_id:N` for all of them."""
 
     tokenizer: Tokenizer
     num_top: int
     tokens_as_ids: bool = False
 
-    def add(self, lists: LogprobLists, token: int, entry: TokenLogprob | None, offset: int) -> None:
-        """Append one token. `entry` None: its log-prob is not defined (the first token of a prompt).
+    def lists(self, scored: Sequence[Scored]) -> dict[str, object]:
+        """Return the `logprobs` object of a completion: four parallel lists.
 
         `top_logprobs` holds the token itself and the `num_top` best. Two ids that read alike stay two entries: the
         later one is written `token_id:N`, so the largest value of the dict is the true maximum.
         """
-        name = self.name(token)
-        lists.tokens.append(name)
-        lists.text_offset.append(offset)
-        if entry is None:
-            lists.token_logprobs.append(None)
-            lists.top_logprobs.append(None)
-            return
-        own = max(entry.logprob, LOWEST)
-        top = {name: own}
+        return {
+            "tokens": [self.name(one.token) for one in scored],
+            "token_logprobs": [None if one.entry is None else max(one.entry.logprob, LOWEST) for one in scored],
+            "top_logprobs": [None if one.entry is None else self.top(one.entry) for one in scored],
+            "text_offset": [one.offset for one in scored],
+        }
+
+    def top(self, entry: TokenLogprob) -> dict[str, float]:
+        """Return the token itself and the best others by name."""
+        top = {self.name(entry.token): max(entry.logprob, LOWEST)}
         for other, value in zip(entry.top_ids[: self.num_top], entry.top_logprobs, strict=False):
-            if other != token:
-                other_name = self.name(other)
-                top[f"token_id:{other}" if other_name in top else other_name] = max(value, LOWEST)
-        lists.token_logprobs.append(own)
-        lists.top_logprobs.append(top)
+            if other != entry.token:
+                name = self.name(other)
+                top[f"token_id:{other}" if name in top else name] = max(value, LOWEST)
+        return top
+
+    def chat_content(self, scored: Sequence[Scored]) -> list[dict[str, object]]:
+        """Return `logprobs.content` of a chat answer: one object per token, the `num_top` best inside it."""
+        content: list[dict[str, object]] = []
+        for one in scored:
+            entry = one.entry
+            assert entry is not None, "a chat answer shows no prompt tokens"
+            best = zip(entry.top_ids[: self.num_top], entry.top_logprobs, strict=False)
+            own = self._chat_token(one.token, entry.logprob)
+            content.append({**own, "top_logprobs": [self._chat_token(token, value) for token, value in best]})
+        return content
+
+    def _chat_token(self, token: int, value: float) -> dict[str, object]:
+        return {
+            "token": self.name(token),
+            "logprob": max(value, LOWEST),
+            "bytes": list(self.tokenizer.bytes_of([token])),
+        }
 
     def name(self, token: int) -> str:
         return f"token_id:{token}" if self.tokens_as_ids else self.tokenizer.token_string(token)

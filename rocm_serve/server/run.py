@@ -128,13 +128,14 @@ async def serve(
             context.gate.draining = True
             server.should_exit = True
             drained = await _drain(client, http, stop, 1.0 if died else drain_timeout_s)
+            failed = client.error is not None
         finally:
             await client.close()  # what is still open ends with an error that its client can read
             await asyncio.wait({http}, timeout=_LAST_WORDS_S)
             for task in (http, *server.server_state.tasks):
                 task.cancel()
             await asyncio.gather(http, return_exceptions=True)
-    return 1 if died or not drained or client.error is not None else 0
+    return 1 if died or failed or not drained else 0
 
 
 async def _until_end(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rocm_serve.server.logprobs import LOWEST, LogprobLists, LogprobWriter, prompt_logprob_object
+from rocm_serve.server.logprobs import LOWEST, LogprobWriter, Scored, prompt_logprob_object
 from rocm_serve.types import TokenLogprob
 from tests.server.http import TOKENIZER, VOCAB
 from tests.tokens.tiny import TWIN
@@ -10,10 +10,10 @@ ORDINARY = next(i for i in range(VOCAB) if i != ADDED and TOKENIZER.bytes_of([i]
 
 
 def top_of(entry: TokenLogprob, num_top: int = 3) -> dict[str, float]:
-    lists = LogprobLists()
-    LogprobWriter(TOKENIZER, num_top).add(lists, entry.token, entry, 0)
-    (top,) = lists.top_logprobs
-    assert top is not None
+    writer = LogprobWriter(TOKENIZER, num_top)
+    lists = writer.lists([Scored(entry.token, entry, 0)])
+    top = writer.top(entry)
+    assert lists["top_logprobs"] == [top] and lists["token_logprobs"] == [top[TOKENIZER.token_string(entry.token)]]
     return top
 
 
@@ -43,3 +43,10 @@ def test_a_prompt_position_names_rank_and_token() -> None:
     found = prompt_logprob_object(TOKENIZER, entry, 2)
     assert found["70"] == {"logprob": -9.0, "rank": None, "decoded_token": TOKENIZER.token_string(70)}
     assert found["66"]["rank"] == 2 and set(found) == {"70", "65", "66"}
+
+
+def test_chat_entries_name_bytes_and_the_best_others() -> None:
+    (entry,) = LogprobWriter(TOKENIZER, 2).chat_content([Scored(70, TokenLogprob(70, -9.0, (65, 66), (-1.0, -2.0)), 0)])
+    assert entry["logprob"] == -9.0 and bytes(entry["bytes"]) == TOKENIZER.bytes_of([70])  # type: ignore[call-overload]
+    top = entry["top_logprobs"]
+    assert isinstance(top, list) and [one["token"] for one in top] == [TOKENIZER.token_string(i) for i in (65, 66)]

@@ -1,0 +1,103 @@
+"""What completions and chat share when they answer: admission, one object or a stream, usage."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import msgspec
+from fastapi import Request, Response
+
+from rocm_serve.server.answer import Answer
+from rocm_serve.server.choices import Checker, Choice
+from rocm_serve.server.context import Context
+from rocm_serve.server.protocol import SamplingFields
+from rocm_serve.server.sse import EventStream, until_disconnect
+
+Result = TypeVar("Result")
+MakeChoices = Callable[[Checker, str, random.Random], list[Choice]]
+
+encode = msgspec.json.Encoder().encode
+_LONG_PROMPT_CHARS = 20_000  # such prompts are tokenised on a thread: they would hold up the streams of others
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What all chunks and the whole answer of one request have in common."""
+
+    id: str
+    created: int
+    model: str
+    num_choices_per_prompt: int
+    include_usage: bool
+
+    @classmethod
+    def build(cls, prefix: str, body: SamplingFields, context: Context) -> Frame:
+        return cls(
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            created=int(datetime.now(UTC).timestamp()),
+            model=context.info.served_model_name,
+            num_choices_per_prompt=body.n or 1,
+            include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        )
+
+    def fields(self, kind: str) -> dict[str, object]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def usage(answers: Sequence[Answer], frame: Frame) -> dict[str, int]:
+    """Count each prompt once, whatever n is, and every token made, a hidden end token too."""
+    prompts = sum(len(answer.choice.request.prompt) for answer in answers[:: frame.num_choices_per_prompt])
+    made = sum(answer.num_tokens for answer in answers)
+    return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
+
+
+async def checked_choices(context: Context, frame: Frame, make: MakeChoices, num_chars: int) -> list[Choice]:
+    """Return the choices of a request; a long prompt is tokenised off the event loop. Errors: ApiError."""
+    checker = context.checker()
+    rng = random.Random(context.rng.getrandbits(64))
+    if num_chars > _LONG_PROMPT_CHARS:
+        return await asyncio.to_thread(make, checker, frame.id, rng)
+    return make(checker, frame.id, rng)
+
+
+async def respond(
+    request: Request,
+    context: Context,
+    answers: Sequence[Answer],
+    *,
+    stream: Callable[[], AsyncGenerator[bytes, None]] | None,
+    whole: Callable[[], Coroutine[None, None, object]],
+) -> Response:
+    """Answer with `stream` if there is one, else with the object that `whole` makes.
+
+    Errors: ApiError 429 or 503 before anything is submitted; those of `whole`.
+    """
+    with ExitStack() as held:
+        held.enter_context(context.gate.admit(len(answers)))
+        if stream is not None:
+            return EventStream(stream(), on_end=held.pop_all().close)
+        body = await _unless_gone(request, whole())
+        if body is None:
+            return Response(status_code=499)  # nobody reads it
+        return Response(encode(body), media_type="application/json")
+
+
+async def _unless_gone(request: Request, work: Coroutine[None, None, Result]) -> Result | None:
+    """Return what `work` makes, or None after cancelling it because the client went away."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(until_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+    return None if task.cancelled() else task.result()
