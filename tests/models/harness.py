@@ -168,7 +168,7 @@ class Pipeline:
     def step(self, *chunks: Chunk) -> list[torch.Tensor]:
         """Run one batch and return each chunk's float32 logits [rows, V / t], in the order given."""
         assert [c.recurrent for c in chunks] == sorted((c.recurrent for c in chunks), reverse=True)
-        rows = torch.cat([h for h in self.hidden(*chunks)])
+        rows = torch.cat(self.hidden(*chunks))
         missing = -rows.shape[0] % 32
         logits = self.stages[-1].model.logits(F.pad(rows, (0, 0, 0, missing)))
         return list(logits.split([len(c.tokens) for c in chunks] + [missing])[: len(chunks)])
@@ -261,9 +261,9 @@ def hf_logits(model: nn.Module, tokens: Sequence[int], split: int | None = None)
     if split is None:
         return model(ids).logits[0]
     out = model(ids[:, :split], use_cache=True)
-    rows, cache = [out.logits[0]], out.past_key_values
+    rows, cache = [out.logits[0]], out.cache
     for i in range(split, len(tokens)):
-        out = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+        out = model(ids[:, i : i + 1], cache=cache, use_cache=True)
         rows.append(out.logits[0])
     return torch.cat(rows)
 

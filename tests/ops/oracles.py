@@ -157,11 +157,13 @@ def attention(
     size, shared = k_pages_PSGD.shape[1], q_THD.shape[1] // k_pages_PSGD.shape[2]
     for b in range(sequences.num_sequences):
         first, last = sequences.row_starts[b], sequences.row_starts[b + 1]
+        length = sequences.contexts[b] + last - first
+        at = [(int(sequences.page_table_BP[b, p // size]), p % size) for p in range(length)]
+        keys = torch.stack([k_pages_PSGD[page, offset].double() for page, offset in at]) * k_scale
+        values = torch.stack([v_pages_PSGD[page, offset].double() for page, offset in at]) * v_scale
         for row in range(first, last):
-            seen = range(sequences.contexts[b] + row - first + 1)
-            at = [(int(sequences.page_table_BP[b, p // size]), p % size) for p in seen]
-            k = torch.stack([k_pages_PSGD[page, offset].double() for page, offset in at]) * k_scale
-            v = torch.stack([v_pages_PSGD[page, offset].double() for page, offset in at]) * v_scale
+            seen = sequences.contexts[b] + row - first + 1
+            k, v = keys[:seen], values[:seen]
             for h in range(q_THD.shape[1]):
                 p = (k[:, h // shared] @ q_THD[row, h].double() * scale).softmax(0)
                 out[row, h] = p @ v[:, h // shared]
