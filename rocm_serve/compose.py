@@ -38,7 +38,7 @@ log = logging.getLogger("rocm_serve")
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
-_JOIN_S = 10.0
+_LEAVE_S = 10.0
 
 
 def serve(config: ServeConfig) -> int:
@@ -80,17 +80,30 @@ def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.
     def make_executor() -> Executor:
         return LocalExecutor(resolved)
 
+    clients: list[EngineClient] = []
+
+    def make_client() -> EngineClient:
+        clients.append(EngineClient(resolved.run_dir))
+        return clients[0]
+
+    leave_s = 1.0  # a core that still loads has nothing to finish; its thread ends with the process
+
+    def on_ready(url: str, limits: EffectiveLimits) -> None:
+        nonlocal leave_s
+        leave_s = _LEAVE_S
+        say_ready(resolved, url, limits)
+
     core: CoreThread = run_core_in_thread(resolved, make_executor)
     code = run(
-        lambda: EngineClient(resolved.run_dir),
+        make_client,
         tokenizer,
         ServerInfo.from_resolved(resolved),
         sock,
-        on_ready=lambda url, limits: say_ready(resolved, url, limits),
+        on_ready=on_ready,
     )
-    core.join(_JOIN_S)
+    core.join(leave_s)
     if core.exit_code == EXIT_USER_ERROR:
-        raise UserError(str(core.error))
+        raise UserError(clients[0].error)
     return code
 
 
@@ -104,7 +117,11 @@ def serve_with_workers(resolved: Resolved, tokenizer: Tokenizer, sock: socket.so
         failures.connect(client)
         return client
 
+    leave_s = 0.0  # nothing to wait for before the engine is ready
+
     def on_ready(url: str, limits: EffectiveLimits) -> None:
+        nonlocal leave_s
+        leave_s = _LEAVE_S
         supervisor.quiet()
         say_ready(resolved, url, limits)
 
@@ -112,7 +129,7 @@ def serve_with_workers(resolved: Resolved, tokenizer: Tokenizer, sock: socket.so
     try:
         code = run(make_client, tokenizer, ServerInfo.from_resolved(resolved), sock, on_ready=on_ready)
     finally:
-        supervisor.stop()
+        supervisor.stop(leave_s)
     if supervisor.failure is not None and supervisor.exit_code == EXIT_USER_ERROR:
         raise UserError(supervisor.failure)
     return code if supervisor.failure is None else EXIT_FAILED

@@ -1,0 +1,175 @@
+"""The command line as a user meets it: exit codes, one-line errors, no traceback."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rocm_serve.checkpoint.synthetic import make_checkpoint
+from rocm_serve.cli import main
+from rocm_serve.version import VERSION
+
+ROOT = Path(__file__).parents[1]
+Run = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def text_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("cli") / "text-fp8", "text-fp8", "bf16")
+
+
+def in_a_process(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rocm_serve", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+    """Run the command line in this process: for what ends before the engine starts."""
+
+    def run(*args: str | Path) -> Run:
+        monkeypatch.setattr(sys, "argv", ["rocm-serve", *map(str, args)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return Run([], ended.value.code or 0, out, err)
+
+    return run
+
+
+def assert_refused(run: Run, *words: str) -> None:
+    """Exit code 2, one line that says what was wrong, no traceback."""
+    assert run.returncode == 2, run.stderr
+    assert "Traceback" not in run.stderr
+    complaints = [line for line in run.stderr.splitlines() if line.startswith("rocm-serve: ")]
+    assert len(complaints) == 1, run.stderr
+    for word in words:
+        assert word in complaints[0]
+
+
+def test_version_is_the_packages(here: Callable[..., Run]) -> None:
+    run = here("version")
+    assert (run.returncode, run.stdout.strip()) == (0, f"rocm-serve {VERSION}")
+
+
+@pytest.mark.parametrize("command", ["serve", "plan", "make-checkpoint", "version"])
+def test_every_command_has_help(here: Callable[..., Run], command: str) -> None:
+    run = here(command, "--help")
+    assert run.returncode == 0
+    assert f"rocm-serve {command}" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], ["--model DIR"]),
+        (["--model", "no/such/dir"], ["no/such/dir", "config.json"]),
+        (["--model", "x", "--device", "tpu"], ["--device 'tpu'", "auto, cpu, cuda, rocm"]),
+        (["--model", "x", "--ep", "2"], ["--ep 2", "legal: 1"]),
+        (["--model", "x", "--nnodes", "2"], ["--nnodes 2", "legal: 1"]),
+        (["--model", "x", "--mem-fraction", "1.5"], ["--mem-fraction 1.5", "up to 1"]),
+        (["--model", "x", "--op", "linear"], ["OP=PROVIDER"]),
+        (["--model", "x", "--config", "absent.toml"], ["absent.toml", "No such file"]),
+    ],
+)
+def test_a_bad_flag_is_one_line_and_exit_code_2(here: Callable[..., Run], flags: list[str], words: list[str]) -> None:
+    assert_refused(here("serve", *flags), *words)
+
+
+def test_a_word_where_a_number_belongs_is_refused_by_flag(here: Callable[..., Run]) -> None:
+    run = here("serve", "--model", "x", "--tp", "two")
+    assert run.returncode == 2
+    assert "--tp" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tp", "3"], ["tp 3", "legal: 1, 2, 4"]),
+        (["--tp", "32"], ["tp 32", "legal: 1, 2, 4"]),
+        (["--pp", "9"], ["--pp 9", "legal: 1..8"]),
+        (["--max-model-len", "999999"], ["--max-model-len 999999", "1..16384"]),
+        (["--device", "rocm"], ["--device rocm", "legal: auto, cpu"]),
+        (["--op", "layers.8.linear=reference"], ["layers 0..7"]),
+    ],
+)
+def test_a_wish_that_this_model_cannot_meet_is_one_line_and_exit_code_2(
+    here: Callable[..., Run], text_fp8: Path, flags: list[str], words: list[str]
+) -> None:
+    assert_refused(here("serve", "--model", text_fp8, "--port", "0", "--device", "cpu", *flags), *words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--op", "nothing=reference"], ["--op nothing", "no such op"]),
+        (["--max-total-tokens", "5"], ["--max-total-tokens 5", "legal: at least"]),
+        (["--mem-fraction", "0.000001", "--tp", "2"], ["does not fit", "--mem-fraction"]),
+    ],
+)
+def test_a_wish_that_only_the_engine_can_refuse_ends_the_same_way(
+    text_fp8: Path, flags: list[str], words: list[str]
+) -> None:
+    assert_refused(in_a_process("serve", "--model", text_fp8, "--port", "0", "--device", "cpu", *flags), *words)
+
+
+def test_a_port_in_use_is_refused_before_anything_is_read(here: Callable[..., Run], text_fp8: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert_refused(here("serve", "--model", text_fp8, "--port", port), f"port {port}", "in use")
+
+
+def test_a_damaged_checkpoint_is_refused_from_its_headers(
+    here: Callable[..., Run], text_fp8: Path, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(text_fp8, damaged)
+    shard = sorted(damaged.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    assert_refused(here("serve", "--model", damaged, "--port", "0", "--device", "cpu"), shard.name, "truncated")
+    shard.unlink()
+    assert_refused(here("serve", "--model", damaged, "--port", "0", "--device", "cpu"), shard.name)
+
+
+def test_plan_counts_the_checkpoint_and_every_rank(here: Callable[..., Run], text_fp8: Path) -> None:
+    run = here("plan", "--model", text_fp8, "--tp", "2", "--pp", "2")
+    assert run.returncode == 0, run.stderr
+    head, mesh, *ranks = run.stdout.splitlines()
+    assert head.startswith("Qwen3_5MoeForCausalLM: ")
+    assert "legal tp: 1, 2, 4" in mesh
+    assert [line.split(" (")[0] for line in ranks] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert_refused(here("plan", "--model", text_fp8, "--tp", "5"), "tp 5", "legal: 1, 2, 4")
+
+
+def test_make_checkpoint_writes_the_same_bytes_for_the_same_seed(
+    here: Callable[..., Run], text_fp8: Path, tmp_path: Path
+) -> None:
+    run = here("make-checkpoint", "--layout", "text-fp8", "--mtp", "bf16", "--out", tmp_path / "again")
+    assert run.returncode == 0, run.stderr
+    names = sorted(path.name for path in text_fp8.iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    for name in names:
+        assert (text_fp8 / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--layout", "gguf"], ["layout 'gguf'", "text-fp8"]),
+        (["--layout", "text-bf16", "--mtp", "fp8"], ["mtp 'fp8'", "bf16, none"]),
+        (["--layout", "dense", "--dims", "huge"], ["dims 'huge'", "default"]),
+    ],
+)
+def test_a_checkpoint_that_nobody_published_is_refused(
+    here: Callable[..., Run], tmp_path: Path, flags: list[str], words: list[str]
+) -> None:
+    assert_refused(here("make-checkpoint", "--out", tmp_path / "x", *flags), *words)
