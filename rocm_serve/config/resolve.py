@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import msgspec
+
 from rocm_serve.config.load import flag_name
 from rocm_serve.config.schema import DeviceName, DtypeName, KvDtypeName, Resolved, ServeConfig
 from rocm_serve.errors import UserError
@@ -103,40 +105,22 @@ def resolve(
             f"the tokenizer knows ids up to {vocab_used - 1}, the model has {facts.vocab_size} rows for them"
         )
     dtype = _dtype(config, facts, device, reasons)
-    return Resolved(
-        model=config.model,
-        served_model_name=_name(config, reasons),
-        host=config.host,
-        port=config.port,
-        tp=config.tp,
-        pp=config.pp,
-        ep=config.ep,
-        nnodes=config.nnodes,
-        node_rank=config.node_rank,
-        dist_init_addr=_dist_init_addr(config, workers, free_port, reasons),
-        dist_timeout=config.dist_timeout,
-        device=device,
-        dtype=dtype,
-        kv_cache_dtype=_kv_dtype(config, dtype, reasons),
-        page_size=config.page_size,
-        chunked_prefill_size=config.chunked_prefill_size,
-        max_running_requests=config.max_running_requests,
-        max_queued_requests=config.max_queued_requests,
-        max_model_len=_max_model_len(config, facts, reasons),
-        max_total_tokens=config.max_total_tokens,
-        mem_fraction=config.mem_fraction,
-        load_format=config.load_format,
-        enforce_eager=config.enforce_eager,
-        op=config.op,
-        seed=config.seed,
-        log_level=config.log_level,
-        vocab_size=facts.vocab_size,
-        vocab_used=vocab_used,
-        eos_token_ids=facts.eos_token_ids,
-        torch_threads=_threads(platform, workers, reasons),
-        run_dir=run_dir,
-        reasons=reasons,
-    )
+    decided: dict[str, object] = {
+        "served_model_name": _name(config, reasons),
+        "dist_init_addr": _dist_init_addr(config, workers, free_port, reasons),
+        "device": device,
+        "dtype": dtype,
+        "kv_cache_dtype": _kv_dtype(config, dtype, reasons),
+        "max_model_len": _max_model_len(config, facts, reasons),
+        "vocab_size": facts.vocab_size,
+        "vocab_used": vocab_used,
+        "eos_token_ids": facts.eos_token_ids,
+        "torch_threads": _threads(platform, workers, reasons),
+        "run_dir": run_dir,
+        "reasons": reasons,
+    }
+    taken_over = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in decided}
+    return msgspec.convert(taken_over | decided, Resolved)
 
 
 def _within(config: ServeConfig, field: str, least: int, most: int | None) -> None:
