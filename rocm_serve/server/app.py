@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from rocm_serve.server import admin, completions, token_routes
+from rocm_serve.server import admin, chat, completions, token_routes
 from rocm_serve.server.context import Context
 from rocm_serve.server.errors import install_error_handlers
 from rocm_serve.server.info import EngineClientProtocol, ServerInfo
@@ -21,6 +21,6 @@ def create_app(client: EngineClientProtocol, tokenizer: Tokenizer, info: ServerI
     app = FastAPI(title="rocm_serve", version=VERSION, redoc_url=None)
     app.state.context = context
     install_error_handlers(app)
-    for module in (completions, token_routes, admin):
+    for module in (completions, chat, token_routes, admin):
         app.include_router(module.build_router(context))
     return app

@@ -48,14 +48,14 @@ class Checker:
             message = f"the model {name!r} does not exist; this server has {self.info.served_model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def prompt_ids(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
+    def prompt_ids(self, prompt: Prompt, add_special_tokens: bool, param: str = "prompt") -> tuple[int, ...]:
         """Return the ids of one prompt. Errors: ApiError 400 for ids the tokenizer does not know, or no ids at all."""
         if isinstance(prompt, str):
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens))
             if not ids:
-                raise bad_request("prompt has no tokens; the model needs at least one", "prompt")
+                raise bad_request(f"{param} has no tokens; the model needs at least one", param)
             return ids
-        self.check_ids(prompt, "prompt")
+        self.check_ids(prompt, param)
         return prompt
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
@@ -64,7 +64,9 @@ class Checker:
                 message = f"{param}: token id {token_id} is not in the vocabulary (0 to {self.info.vocab_used - 1})"
                 raise bad_request(message, param)
 
-    def max_tokens(self, wanted: int | None, prompt_len: int, param: str = "max_tokens") -> int:
+    def max_tokens(
+        self, wanted: int | None, prompt_len: int, param: str = "max_tokens", prompt_param: str = "prompt"
+    ) -> int:
         """Return the number of tokens to make; None takes what the context has left.
 
         Errors: ApiError 400 `context_length_exceeded`. A prompt is never cut.
@@ -76,7 +78,7 @@ class Checker:
                 f"the prompt has {prompt_len} tokens; this server's context is {limit} tokens "
                 f"and at least one must be left for the answer"
             )
-            raise bad_request(message, "prompt", "context_length_exceeded")
+            raise bad_request(message, prompt_param, "context_length_exceeded")
         if wanted is not None and wanted > left:
             message = (
                 f"the prompt has {prompt_len} tokens and {param} is {wanted}: together more than this server's "
@@ -84,6 +86,13 @@ class Checker:
             )
             raise bad_request(message, param, "context_length_exceeded")
         return left if wanted is None else wanted
+
+    def check_capacity(self, num_prompts: int, n: int) -> None:
+        """Errors: ApiError 400 for a request that could never be admitted whole."""
+        capacity = self.info.max_running_requests + self.info.max_queued_requests
+        if n * num_prompts > capacity:
+            message = f"{num_prompts} prompts x n={n} are more answers than this server queues ({capacity})"
+            raise bad_request(message, "prompt" if num_prompts > n else "n")
 
 
 def sampling_params(body: SamplingFields, checker: Checker) -> SamplingParams:
@@ -135,10 +144,7 @@ def _check_completion(body: CompletionRequest, checker: Checker) -> None:
         raise bad_request(f"best_of must equal n ({n}): candidates that are not returned are not made", "best_of")
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise bad_request("max_tokens 0 scores a prompt; it needs echo=true", "max_tokens")
-    capacity = checker.info.max_running_requests + checker.info.max_queued_requests
-    if n * len(body.prompt) > capacity:
-        message = f"{len(body.prompt)} prompts x n={n} are more answers than this server queues ({capacity})"
-        raise bad_request(message, "prompt" if len(body.prompt) > n else "n")
+    checker.check_capacity(len(body.prompt), n)
 
 
 def completion_choices(body: CompletionRequest, checker: Checker, request_id: str, rng: random.Random) -> list[Choice]:

@@ -14,7 +14,7 @@ from rocm_serve.server.context import Context
 from rocm_serve.server.errors import ApiError
 from rocm_serve.server.logprobs import LogprobWriter
 from rocm_serve.server.protocol import CompletionRequest
-from rocm_serve.server.respond import Frame, checked_choices, encode, respond, usage
+from rocm_serve.server.respond import Frame, checked_choices, encode, gather_parts, respond, usage
 from rocm_serve.server.sse import DONE, event
 
 _KIND = "text_completion"
@@ -56,20 +56,7 @@ async def _whole(
     answers: Sequence[Answer], frame: Frame, context: Context, writer: LogprobWriter | None
 ) -> dict[str, object]:
     """Gather the parts of every choice and return the whole answer."""
-    whole = [Part(answer.choice.index, "", None if writer is None else []) for answer in answers]
-    texts: list[list[str]] = [[] for _ in answers]
-    async with aclosing(context.runner.parts(answers)) as parts:
-        async for part in parts:
-            mine = whole[part.index]
-            texts[part.index].append(part.text)
-            if mine.scored is not None and part.scored is not None:
-                mine.scored += part.scored
-            if part.prompt_logprobs is not None:
-                mine.prompt_logprobs = part.prompt_logprobs
-            mine.finish_reason, mine.stop_reason = part.finish_reason, part.stop_reason
-    for mine, text in zip(whole, texts, strict=True):
-        mine.text = "".join(text)
-    choices = [_choice(part, writer) for part in whole]
+    choices = [_choice(part, writer) for part in await gather_parts(context, answers)]
     return {**frame.fields(_KIND), "choices": choices, "usage": usage(answers, frame)}
 
 

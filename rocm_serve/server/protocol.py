@@ -157,6 +157,25 @@ class CompletionRequest(SamplingFields):
     suffix: Annotated[None, PlainValidator(_no_suffix, None)] = None
 
 
+class ResponseFormat(_Body):
+    """Free text; structured output is refused."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions. Tools, structured output and parts that are not text are refused."""
+
+    messages: Annotated[list[dict[str, object]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: bool | None = None
+
+
 class TokenizeRequest(_Body):
     """POST /tokenize: a text, or a conversation that the chat template renders."""
 

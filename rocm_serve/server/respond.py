@@ -6,7 +6,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -14,9 +14,10 @@ from typing import TypeVar
 import msgspec
 from fastapi import Request, Response
 
-from rocm_serve.server.answer import Answer
+from rocm_serve.server.answer import Answer, Part
 from rocm_serve.server.choices import Checker, Choice
 from rocm_serve.server.context import Context
+from rocm_serve.server.logprobs import Scored
 from rocm_serve.server.protocol import SamplingFields
 from rocm_serve.server.sse import EventStream, until_disconnect
 
@@ -56,6 +57,23 @@ def usage(answers: Sequence[Answer], frame: Frame) -> dict[str, int]:
     prompts = sum(len(answer.choice.request.prompt) for answer in answers[:: frame.num_choices_per_prompt])
     made = sum(answer.num_tokens for answer in answers)
     return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
+
+
+async def gather_parts(context: Context, answers: Sequence[Answer]) -> list[Part]:
+    """Run the answers to their ends and return one part each, with everything in it. Errors: ApiError."""
+    wholes = [Part(answer.choice.index, "") for answer in answers]
+    texts: list[list[str]] = [[] for _ in answers]
+    scored: list[list[Scored]] = [[] for _ in answers]
+    async with aclosing(context.runner.parts(answers)) as parts:
+        async for part in parts:
+            whole = wholes[part.index]
+            texts[part.index].append(part.text)
+            scored[part.index] += part.scored or ()
+            whole.prompt_logprobs = part.prompt_logprobs or whole.prompt_logprobs
+            whole.finish_reason, whole.stop_reason = part.finish_reason, part.stop_reason
+    for whole, text, scores in zip(wholes, texts, scored, strict=True):
+        whole.text, whole.scored = "".join(text), scores
+    return wholes
 
 
 async def checked_choices(context: Context, frame: Frame, make: MakeChoices, num_chars: int) -> list[Choice]:

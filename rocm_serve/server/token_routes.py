@@ -7,9 +7,9 @@ from fastapi import APIRouter, Request, Response
 
 from rocm_serve.server.body import read_body
 from rocm_serve.server.context import Context
-from rocm_serve.server.errors import ApiError, bad_request
-from rocm_serve.server.protocol import DetokenizeRequest, TokenizeRequest, checked_text
-from rocm_serve.tokens.template import TemplateRefused
+from rocm_serve.server.errors import bad_request
+from rocm_serve.server.messages_text import render_messages, usable_text
+from rocm_serve.server.protocol import DetokenizeRequest, TokenizeRequest
 
 
 def json_response(value: object) -> Response:
@@ -62,23 +62,10 @@ def _text_to_tokenize(body: TokenizeRequest, context: Context) -> str:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt", "missing_field")
     if body.prompt is not None:
-        return checked_prompt(body.prompt, "prompt")
-    if context.template is None:
-        raise ApiError(400, "this model has no chat template", param="messages", code="no_chat_template")
-    try:
-        text = context.template.render(
-            body.messages or [],
-            add_generation_prompt=body.add_generation_prompt,
-            extra=body.chat_template_kwargs,
-        )
-    except TemplateRefused as error:
-        raise bad_request(str(error), "messages") from None
-    return checked_prompt(text, "messages")
-
-
-def checked_prompt(text: str, param: str) -> str:
-    """Return `text` if it can be tokenised. Errors: ApiError 400."""
-    try:
-        return checked_text(text, param)
-    except ValueError as error:
-        raise bad_request(str(error), param) from None
+        return usable_text(body.prompt, "prompt")
+    return render_messages(
+        context,
+        body.messages or [],
+        add_generation_prompt=body.add_generation_prompt,
+        extra=body.chat_template_kwargs or {},
+    )

@@ -16,6 +16,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rocm_serve.errors import UserError
 
 
+_STUMBLES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
 class TemplateRefused(ValueError):
     """The template does not accept these messages; the text is the template's own."""
 
@@ -65,7 +76,7 @@ class ChatTemplate:
             return self._template.render(variables)
         except TemplateRefused:
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except _STUMBLES as error:
             raise TemplateRefused(f"the chat template cannot render these messages: {error}") from error
 
 

@@ -294,6 +294,12 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
         body[name] = draw(JSON)
     body.setdefault("prompt", "a")
     body.setdefault("max_tokens", 3)
+    if draw(st.booleans()):
+        del body["prompt"]
+        keys = st.sampled_from(["role", "content", "tool_calls", "function", "arguments", "text", "type"])
+        part = st.sampled_from(["user", "assistant", "text", "{", None]) | JSON
+        message = st.dictionaries(keys, part | st.lists(st.dictionaries(keys, part, max_size=3), max_size=2))
+        body["messages"] = draw(st.lists(message, max_size=3))
     return body
 
 
@@ -303,7 +309,7 @@ def test_no_body_makes_a_500(values: list[Any]) -> None:
     async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
         for value in values:
             content = json.dumps(value)
-            for path in ("/v1/completions", "/tokenize", "/detokenize"):
+            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
                 response = await client.post(path, content=content)
                 assert response.status_code in (200, 400, 404)
                 if response.status_code != 200:
