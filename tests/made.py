@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from rocm_serve.checkpoint.synthetic import make_checkpoint
-
 LAYOUTS = {
     "text-fp8": ("text-fp8", "fp8"),
     "text-fp8-mtp-bf16": ("text-fp8", "bf16"),
@@ -20,6 +18,8 @@ LAYOUTS = {
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Paths of four-layer checkpoints, by name of `LAYOUTS`."""
+    from rocm_serve.checkpoint.synthetic import make_checkpoint  # torch, which most tests do without
+
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         name: make_checkpoint(root / name, layout, mtp, seed=7, layers=4) for name, (layout, mtp) in LAYOUTS.items()

@@ -1,4 +1,4 @@
-"""The Qwen3.8-2.4T-A95B-FP8 repository, written out by hand: its config.json and every tensor's name, dtype and shape."""
+"""The Qwen3.8-2.4T-A95B-FP8 repository, written out by hand: config.json, and names, dtypes, shapes of all tensors."""
 
 from __future__ import annotations
 
