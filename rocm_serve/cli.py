@@ -59,7 +59,7 @@ def serve(
     page_size: Annotated[Number, _flag("page_size", "Tokens of a KV page.")] = None,
     chunked_prefill_size: Annotated[Number, _flag("chunked_prefill_size", "Prompt rows of a step.")] = None,
     max_running_requests: Annotated[Number, _flag("max_running_requests", "Requests computed at a time.")] = None,
-    max_queued_requests: Annotated[Number, _flag("max_queued_requests", "Requests that may wait; then 503.")] = None,
+    max_queued_requests: Annotated[Number, _flag("max_queued_requests", "Requests that may wait; then 429.")] = None,
     max_model_len: Annotated[Number, _flag("max_model_len", "Longest sequence; else what the model allows.")] = None,
     max_total_tokens: Annotated[Number, _flag("max_total_tokens", "Cap on cached tokens of all requests.")] = None,
     mem_fraction: Annotated[
