@@ -7,7 +7,7 @@ no queue is bounded. Nobody restarts: a side that is gone is noticed by the supe
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import zmq
@@ -19,8 +19,10 @@ VERSION_FRAME: Final = WIRE_VERSION.to_bytes(2, "little")
 FLUSH_MS: Final = 2000  # the last message (why the core died) has this long to leave
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_to_core: Final = msgspec.msgpack.Decoder(ToCore)
-_from_core: Final = msgspec.msgpack.Decoder(FromCore)
+_to_core: Final[msgspec.msgpack.Decoder[ToCore]] = msgspec.msgpack.Decoder(ToCore)
+_from_core: Final[msgspec.msgpack.Decoder[FromCore]] = msgspec.msgpack.Decoder(FromCore)
+
+T = TypeVar("T")
 
 
 class WireError(RuntimeError):
@@ -57,7 +59,7 @@ class CoreLink:
                 frames = self._inbox.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
-            messages.append(_to_core.decode(_payload(frames)))
+            messages.append(_decode(_to_core, frames))
 
     def send(self, message: FromCore) -> None:
         self._outbox.send_multipart((VERSION_FRAME, _encoder.encode(message)))
@@ -81,8 +83,7 @@ class ClientLink:
         self._outbox.connect(endpoint(run_dir, "to_core.sock"))
 
     async def receive(self) -> FromCore:
-        message: FromCore = _from_core.decode(_payload(await self._inbox.recv_multipart()))
-        return message
+        return _decode(_from_core, await self._inbox.recv_multipart())
 
     def send(self, message: ToCore) -> None:
         self._outbox.send_multipart((VERSION_FRAME, _encoder.encode(message)), zmq.NOBLOCK)
@@ -92,7 +93,10 @@ class ClientLink:
         self._send_context.destroy(linger=0)
 
 
-def _payload(frames: list[bytes]) -> bytes:
+def _decode(decoder: msgspec.msgpack.Decoder[T], frames: list[bytes]) -> T:
     if len(frames) != 2 or frames[0] != VERSION_FRAME:
         raise WireError(f"the other end does not speak wire version {WIRE_VERSION}: both must be of one installation")
-    return frames[1]
+    try:
+        return decoder.decode(frames[1])
+    except msgspec.DecodeError as error:
+        raise WireError(f"the other end sent what is no message: {error}") from None

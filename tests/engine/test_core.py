@@ -393,29 +393,35 @@ def test_a_new_request_joins_while_a_plan_is_in_flight_and_depth_allows(run_dir:
     assert next(step for step in trace if step.seq == b).in_flight == 2
 
 
-def test_another_wire_version_is_refused_at_either_end(run_dir: str) -> None:
+@pytest.mark.parametrize(
+    ("frames", "sentence"),
+    [((b"\xff\xff", b""), "does not speak wire version"), ((VERSION_FRAME, b"\x01"), "sent what is no message")],
+)
+def test_another_version_or_language_is_refused_at_either_end(
+    run_dir: str, frames: tuple[bytes, bytes], sentence: str
+) -> None:
     context = zmq.Context()
-    core = CoreLink(run_dir)
-    sender = context.socket(zmq.PUSH)
-    sender.connect(endpoint(run_dir, "to_core.sock"))
-    sender.send_multipart((b"\xff\xff", b""))
-    with pytest.raises(WireError, match="wire version"):
-        while True:
-            core.receive(1.0)
-    core.close()
+
+    def send(name: str) -> None:
+        with context.socket(zmq.PUSH) as socket:
+            socket.connect(endpoint(run_dir, name))
+            socket.send_multipart(frames)
 
     async def story() -> None:
         client = EngineClient(run_dir)
-        sender.connect(endpoint(run_dir, "from_core.sock"))
-        sender.disconnect(endpoint(run_dir, "to_core.sock"))
-        sender.send_multipart((b"\xff\xff", b""))
-        with pytest.raises(EngineDead, match="wire version"):
+        send("from_core.sock")
+        with pytest.raises(EngineDead, match=sentence):
             await client.start()
         await client.close()
 
-    assert VERSION_FRAME != b"\xff\xff"
     run(story)
-    context.destroy(linger=0)
+    core = CoreLink(run_dir)
+    send("to_core.sock")
+    with pytest.raises(WireError, match=sentence):
+        while True:
+            core.receive(1.0)
+    core.close()
+    context.term()
 
 
 def test_a_run_directory_too_long_for_a_socket_is_named() -> None:

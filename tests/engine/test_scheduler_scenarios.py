@@ -85,9 +85,9 @@ def test_pool_too_small_preempts_the_newest_which_resumes_first_and_loses_nothin
         assert stage.tokens(request.request_id) == alone(request.prompt, request.params, stage.limits).tokens
 
 
-def two_in_flight() -> Stage:
-    """Depth 2: b's decode row is in flight when a needs a page and none is free. Six pages of two tokens."""
-    stage = Stage(make_limits(num_pages=6, page_size=2, max_running_requests=2), depth=2)
+def two_in_flight(depth: int = 2) -> Stage:
+    """b's decode row is in flight when a needs a page and none is free. Six pages of two tokens."""
+    stage = Stage(make_limits(num_pages=6, page_size=2, max_running_requests=2), depth)
     stage.add("a", 2, max_tokens=9)
     stage.add("b", 2, max_tokens=9)
     stage.plan()
@@ -121,13 +121,14 @@ def test_the_token_of_a_victim_in_flight_is_kept() -> None:
 
 
 def test_a_victim_in_flight_is_not_resumed_before_its_token_is_known() -> None:
-    stage = two_in_flight()
+    stage = two_in_flight(depth=3)
     run_until_victim_in_flight(stage)
-    assert stage.scheduler.schedule() is None
+    stage.scheduler.abort(("a",))
     (b,) = stage.scheduler.waiting
-    assert b.in_flight and b.awaits is not None
+    assert b.in_flight and stage.scheduler.stats().pages_used == 0 and len(stage.results) == 2
+    assert stage.scheduler.schedule() is None, "a plan may go out, all pages are free, and yet b must wait"
     stage.finish()
-    assert stage.reason("b") is FinishReason.LENGTH
+    assert stage.tokens("b") == alone(make_prompt(3, 2), b.params, stage.limits).tokens
 
 
 def test_a_victim_in_flight_whose_token_ends_it_never_resumes() -> None:
@@ -264,12 +265,19 @@ def test_the_head_of_the_queue_is_not_overtaken() -> None:
 
 
 def test_admission_leaves_one_page_of_growth_for_each_running_request() -> None:
-    stage = Stage(make_limits(num_pages=4, page_size=4))
-    stage.add("a", 4, max_tokens=8)
-    stage.add("b", 12, max_tokens=2)
-    assert rows(stage.plan()) == [(0, 0, 4)], "b's three pages would take a's next one"
-    stage.finish()
-    assert stage.scheduler.stats().preemptions == 0
+    for together in (True, False):
+        stage = Stage(make_limits(num_pages=4, page_size=4))
+        stage.add("a", 4, max_tokens=8)
+        if together:
+            stage.add("b", 12, max_tokens=2)
+        assert rows(stage.plan()) == [(0, 0, 4)], "b's three pages would take a's next one"
+        stage.commit()
+        if not together:
+            stage.add("b", 8, max_tokens=2)
+        assert rows(stage.plan()) == [(0, 4, 1)], "two pages are free, and one is for a's growth"
+        stage.commit()
+        stage.finish()
+        assert stage.scheduler.stats().preemptions == 0
 
 
 def test_max_tokens_zero_scores_the_prompt_and_samples_nothing() -> None:
