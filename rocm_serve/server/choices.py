@@ -59,8 +59,11 @@ class Checker:
         return prompt
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Errors: ApiError 400 for the first id that the tokenizer does not know."""
+        if not ids or (min(ids) >= 0 and max(ids) < self.info.vocab_used and not self.tokenizer.has_gaps):
+            return
         for token_id in ids:
-            if not (0 <= token_id < self.info.vocab_used and self.tokenizer.knows(token_id)):
+            if not (token_id < self.info.vocab_used and self.tokenizer.knows(token_id)):
                 message = f"{param}: token id {token_id} is not in the vocabulary (0 to {self.info.vocab_used - 1})"
                 raise bad_request(message, param)
 

@@ -53,6 +53,7 @@ class Tokenizer:
         self.added_ids = frozenset(added)
         self._pieces = _pieces(bpe.get_vocab(with_added_tokens=True), {i: t.content for i, t in added.items()})
         self.vocab_used = len(self._pieces)
+        self.has_gaps = None in self._pieces  # ids below `vocab_used` without a meaning
         self._visible = [
             b"" if piece is None or token_id in self.special_ids else piece
             for token_id, piece in enumerate(self._pieces)

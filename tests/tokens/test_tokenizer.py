@@ -66,6 +66,15 @@ def test_vocab_used_is_one_past_the_last_known_id() -> None:
     assert tokenizer.vocab_used == build_bpe_once().get_vocab_size(with_added_tokens=True)
 
 
+def test_an_id_without_a_meaning_is_a_gap() -> None:
+    bpe = BpeTokenizer(models.WordLevel({"a": 0, "b": 3}, unk_token="a"))
+    bpe.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(bpe, tiny_tokenizer().files)
+    assert tokenizer.has_gaps and not tiny_tokenizer().has_gaps
+    assert [tokenizer.knows(i) for i in range(5)] == [True, False, False, True, False]
+    assert tokenizer.decode([0, 1, 2, 3]) == "ab" and tokenizer.token_string(2) == "token_id:2"
+
+
 def test_token_string_spells_partial_characters_as_bytes() -> None:
     tokenizer = tiny_tokenizer()
     alphabet = {byte: char for char, byte in byte_of_char().items()}
