@@ -82,7 +82,9 @@ def test_a_fused_expert_tensor_is_never_read_whole(tmp_path: Path) -> None:
 
 
 def test_empty_slices_and_scalars_are_read(tmp_path: Path) -> None:
-    save_file({"s": np.array(7, np.uint32), "x": np.arange(6, dtype=np.uint8).reshape(2, 3)}, tmp_path / "model.safetensors")
+    save_file(
+        {"s": np.array(7, np.uint32), "x": np.arange(6, dtype=np.uint8).reshape(2, 3)}, tmp_path / "model.safetensors"
+    )
     reader = CheckpointReader(tmp_path)
     (scalar,) = reader.read(reader.info("s"), ())
     assert scalar.bits == 7

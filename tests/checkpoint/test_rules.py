@@ -60,7 +60,9 @@ def test_every_name_is_accounted_for_exactly_once() -> None:
 
 def test_one_tensor_under_two_names_is_refused() -> None:
     names = ["model.layers.0.mlp.gate.weight", "model.language_model.layers.0.mlp.gate.weight"]
-    with pytest.raises(UserError, match="holds model.layers.0.mlp.gate.weight twice, as model.layers.* and as model.lang"):
+    with pytest.raises(
+        UserError, match="holds model.layers.0.mlp.gate.weight twice, as model.layers.* and as model.lang"
+    ):
         catalogue(names, range(0, 1), first=True, last=True, mtp=False, tied=False)
 
 

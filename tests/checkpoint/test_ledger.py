@@ -1,0 +1,192 @@
+"""Every way a checkpoint can be wrong ends in one line that names the tensor, before any tensor data is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rocm_serve.checkpoint.ledger import stage_catalogue, validate
+from rocm_serve.checkpoint.reader import CheckpointReader
+from rocm_serve.errors import UserError
+from rocm_serve.models.qwen3_5.spec import parse_config
+from rocm_serve.parallel.mesh import Mesh
+from tests.checkpoint.holes import FILES, Headers, headers_of, hollow, read_index, write_index
+from tests.made import LAYOUTS
+
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+SCALE = f"{EXPERT}_scale_inv"
+VL = "model.language_model.layers.3.self_attn."
+
+
+def check(path: Path, mesh: Mesh | None = None, *, mtp: bool = True) -> CheckpointReader:
+    reader = CheckpointReader(path)
+    try:
+        validate(reader, parse_config(*reader.config()), mesh or Mesh(1, 1), mtp=mtp)
+    finally:
+        assert reader.bytes_read == 0, "tensor data was read"
+    return reader
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("mtp", [True, False])
+def test_a_good_checkpoint_passes_for_every_mesh(
+    checkpoints: dict[str, Path], name: str, tp: int, pp: int, mtp: bool
+) -> None:
+    check(checkpoints[name], Mesh(tp, pp), mtp=mtp)
+
+
+def removed(*names: str) -> Callable[[Headers], Headers]:
+    return lambda headers: {name: what for name, what in headers.items() if name not in names}
+
+
+def changed(**what: tuple[str, tuple[int, ...]]) -> Callable[[Headers], Headers]:
+    return lambda headers: headers | {name.replace("__", "."): entry for name, entry in what.items()}
+
+
+def put(name: str, dtype: str, *shape: int) -> Callable[[Headers], Headers]:
+    return lambda headers: headers | {name: (dtype, shape)}
+
+
+def all_of(*changes: Callable[[Headers], Headers]) -> Callable[[Headers], Headers]:
+    def apply(headers: Headers) -> Headers:
+        for change in changes:
+            headers = change(headers)
+        return headers
+
+    return apply
+
+
+WRONG: dict[str, tuple[str, Callable[[Headers], Headers], str]] = {
+    "missing": ("dense", removed("model.layers.2.mlp.up_proj.weight"), r"lacks model.layers.2.mlp.up_proj.weight$"),
+    "many missing": (
+        "dense",
+        lambda headers: {name: what for name, what in headers.items() if ".layers.2." not in name},
+        r"lacks model.layers.2.input_layernorm.weight, .* and \d+ more$",
+    ),
+    "missing head": ("dense", removed("lm_head.weight"), r"lacks lm_head.weight$"),
+    "missing mtp": ("text-bf16", removed("mtp.fc.weight"), r"lacks mtp.fc.weight$"),
+    "missing experts": (
+        "text-bf16",
+        removed("model.layers.0.mlp.experts.down_proj"),
+        r"lacks model.layers.0.mlp.experts.0",
+    ),
+    "extra": ("dense", put("model.layers.0.mlp.bias", "BF16", 4), r"has no use for: model.layers.0.mlp.bias$"),
+    "extra top": ("vl-fp8", put("visual.x", "BF16", 4), r"has no use for: visual.x$"),
+    "extra expert": (
+        "text-bf16",
+        put("model.layers.0.mlp.experts.0.up_proj.weight", "BF16", 512, 256),
+        r"has no use for: model.layers.0.mlp.experts.0.up_proj.weight$",
+    ),
+    "bias": ("dense", put("model.layers.3.self_attn.q_proj.bias", "BF16", 4096), r"no use for: .*q_proj.bias$"),
+    "layer too many": (
+        "dense",
+        put("model.layers.4.mlp.up_proj.weight", "BF16", 4),
+        r"beyond num_hidden_layers 4: .*4.mlp",
+    ),
+    "misshapen": (
+        "dense",
+        put("model.layers.3.self_attn.o_proj.weight", "BF16", 2048, 256),
+        r"o_proj.weight has shape \[2048, 256\]; the configuration asks for \[256, 2048\]$",
+    ),
+    "misshapen scale": (
+        "text-fp8",
+        put(SCALE, "BF16", 2, 4),
+        r"has shape \[2, 4\]; the configuration asks for \[4, 2\]$",
+    ),
+    "misshapen experts": (
+        "text-bf16",
+        put("model.layers.0.mlp.experts.gate_up_proj", "BF16", 8, 1024, 128),
+        r"gate_up_proj has shape \[8, 1024, 128\]",
+    ),
+    "FP8 without scale": (
+        "dense",
+        put("model.layers.0.mlp.up_proj.weight", "F8_E4M3", 1024, 256),
+        r"up_proj.weight is F8_E4M3 without a scale; legal: BF16, F16, F32$",
+    ),
+    "scale but not FP8": ("text-fp8", put(EXPERT, "BF16", 512, 256), r"is BF16 with a scale; legal: F8_E4M3$"),
+    "scale without weight": ("text-fp8", removed(EXPERT), rf"^scale without its weight: {SCALE}$"),
+    "weight without scale": ("text-fp8", removed(SCALE), rf"^{EXPERT} has no scale {SCALE}, but by config.json"),
+    "unlisted FP8": (
+        "text-fp8",
+        all_of(
+            put("model.layers.0.mlp.shared_expert.up_proj.weight", "F8_E4M3", 1024, 256),
+            put("model.layers.0.mlp.shared_expert.up_proj.weight_scale_inv", "BF16", 8, 2),
+        ),
+        r"shared_expert.up_proj.weight has a scale, but by config.json \(modules_to_not_convert\) it is not FP8$",
+    ),
+    "listed FP8 stored in BF16": (
+        "vl-fp8",
+        all_of(removed(f"{VL}k_proj.weight_scale_inv"), put(f"{VL}k_proj.weight", "BF16", 256, 256)),
+        r"k_proj.weight has no scale .*k_proj.weight_scale_inv, but by config.json \(quantization_config\) it is FP8$",
+    ),
+    "two names": (
+        "vl-fp8",
+        put("model.norm.weight", "BF16", 256),
+        r"holds model.norm.weight twice, as model.language_model.norm.weight and as model.norm.weight$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_wrong_tensor_is_named_in_one_line(checkpoints: dict[str, Path], tmp_path: Path, case: str, pp: int) -> None:
+    layout, change, said = WRONG[case]
+    path = hollow(checkpoints[layout], tmp_path / "wrong", change(headers_of(checkpoints[layout])))
+    with pytest.raises(UserError, match=said) as caught:
+        check(path, Mesh(1, pp))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_unchanged_hollow_checkpoint_passes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        check(hollow(checkpoints[layout], tmp_path / layout, headers_of(checkpoints[layout])), Mesh(2, 2))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(3, 1), Mesh(8, 1), Mesh(1, 5)])
+def test_an_illegal_degree_names_the_legal_ones(checkpoints: dict[str, Path], mesh: Mesh) -> None:
+    with pytest.raises(UserError, match=r"legal: 1, 2, 4$|legal: 1\.\.4$"):
+        check(checkpoints["text-fp8"], mesh)
+
+
+def test_a_tensor_in_a_shard_that_the_index_forgot_is_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = hollow(checkpoints["dense"], tmp_path / "x", headers_of(checkpoints["dense"]))
+    index = read_index(path)
+    del index["mtp.norm.weight"]
+    write_index(path, index)
+    with pytest.raises(UserError, match=r"lacks mtp.norm.weight$"):
+        check(path)
+    with pytest.raises(UserError, match=rf"{FILES[1]} holds mtp.norm.weight, which the index does not place there"):
+        check(path, mtp=False)
+
+
+def test_mtp_that_the_model_does_not_have_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = hollow(checkpoints["dense"], tmp_path / "x", headers_of(checkpoints["dense"]))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 0}))
+    with pytest.raises(UserError, match="mtp_num_hidden_layers is 0"):
+        check(path)
+    check(path, mtp=False)
+
+
+def test_a_tied_model_needs_no_head_and_ignores_one_by_name(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    headers = headers_of(checkpoints["dense"])
+    reader = CheckpointReader(hollow(checkpoints["dense"], tmp_path / "x", headers))
+    tied = replace(parse_config(*reader.config()), tie_word_embeddings=True)
+    validate(reader, tied, Mesh(2, 2), mtp=True)
+    found = stage_catalogue(reader, tied, Mesh(1, 1).coord(0), mtp=True)
+    assert found.ignored == {"lm_head.weight (tied to embed_tokens)": 1}
+    del headers["lm_head.weight"]
+    reader = CheckpointReader(hollow(checkpoints["dense"], tmp_path / "y", headers))
+    validate(reader, tied, Mesh(2, 2), mtp=True)
+
+
+def test_any_float_dtype_is_accepted_where_a_weight_is_not_fp8(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    headers = headers_of(checkpoints["text-fp8"])
+    headers["model.layers.0.linear_attn.A_log"] = ("F32", (32,))
+    headers[SCALE] = ("F32", (4, 2))
+    check(hollow(checkpoints["text-fp8"], tmp_path / "x", headers))
