@@ -85,6 +85,11 @@ class Supervisor:
         """Process ids by name: "core", "rank-0" and so on."""
         return {child.name: child.process.pid for child in self._children}
 
+    @property
+    def exit_codes(self) -> dict[str, int | None]:
+        """Exit codes by name; None while a child runs, negative for a signal."""
+        return {child.name: child.process.poll() for child in self._children}
+
     def quiet(self) -> None:
         """Stop echoing: the server is ready, what follows is in the logs."""
         self._quiet.set()
