@@ -1,0 +1,124 @@
+"""Plant one fault at a time in a copy of the engine; the tests beside this file must see it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCHEDULER = ("test_scheduler_scenarios.py", "test_scheduler.py")
+CORE = ("test_core.py",)
+TESTS = {"core.py": CORE, "client.py": CORE}
+
+# file -> (as it is, with the fault, what the fault is)
+FAULTS = {
+    "scheduler.py": [
+        ("        request.pages.clear()\n", "", "pages kept after release"),
+        ("        victim.planned = 0\n", "", "a victim keeps its progress"),
+        ("self.waiting.appendleft(victim)", "self.waiting.append(victim)", "a victim queues last"),
+        ("next(reversed(self.running.values()))", "next(iter(self.running.values()))", "the oldest is the victim"),
+        ("if request.in_flight or pages_for", "if pages_for", "a victim resumes too early"),
+        ("            spare -= 1 + max(", "            spare -= max(", "no page of growth"),
+        ("spare -= pages_for(request.known, size) + 1", "pass", "pages promised twice"),
+        ("return max(0, end // self.cut * self.cut - request.planned)", "return budget", "cut anywhere"),
+        ("min(GDN_CHUNK, limits.chunked_prefill_size)", "GDN_CHUNK", "cuts wider than the budget"),
+        ("GDN_CHUNK = 64", "GDN_CHUNK = 32", "cuts in the middle of a chunk"),
+        (
+            "if request.planned >= request.prompt_len:\n            return min",
+            "if request.known > request.prompt_len:\n            return min",
+            "prompt and output rows in one Work",
+        ),
+        ("recurrent = start >= request.prompt_len", "recurrent = bool(request.out)", "wrong form"),
+        ("samples = end == request.known and", "samples = end >= request.prompt_len and", "samples early"),
+        ("        request.told = len(request.out)\n", "", "tokens told twice"),
+        ("                draft.budget -= rows\n", "", "running prompts ignore the budget"),
+        ("            draft.budget -= rows\n            spare", "            spare", "new ones do"),
+        ("(*draft.recurrent, *draft.prompts)", "(*draft.prompts, *draft.recurrent)", "prompts first"),
+        ("larger = sum(r.members > base", "larger = sum(r.members < base", "groups uneven"),
+        ("            request.awaits.members -= 1\n", "            pass\n", "groups count the gone"),
+        ("        self._released.clear()\n", "", "released again and again"),
+        ("        if request.mentioned:\n", "        if True:\n", "release of the unmentioned"),
+        ("            self._released.append(request.rid)\n", "            pass\n", "never released"),
+        ("        elif request.slot:\n", "        else:\n", "a waiting victim is ready"),
+        ("before = max(work.start, request.scored)", "before = work.start", "scores counted twice"),
+        ("request.prompt_len - 1))", "request.prompt_len))", "one score too many"),
+        ("if len(self.in_flight) >= self.depth", "if self.in_flight", "one plan in flight"),
+    ],
+    "request.py": [
+        ("count > request.params.min_tokens", "count > 0", "min_tokens ignored"),
+        (" or request.prompt_len + count >= max_model_len", "", "context overrun"),
+        ("min(prompt_len + params.max_tokens, max_model_len) - 1", "prompt_len", "too large let in"),
+        ("min(params.max_tokens, 1)", "0", "a full prompt let in"),
+    ],
+    "blocks.py": [
+        ("self._free.extend(ids)", "self._free.extend(list(ids)[1:])", "a page lost"),
+        (
+            "self._free.extend(ids)",
+            "import random; ids = list(ids); random.shuffle(ids); self._free.extend(ids)",
+            "plans differ from run to run",
+        ),
+    ],
+    "core.py": [
+        ("IDLE_WAIT_S if resting else 0.0", "0.0", "the idle loop spins"),
+        ("self._link.send(CoreFailed(sentence))", "pass", "the server is not told"),
+        (
+            "        if not scheduler.in_flight:\n            timeout_s = 0.0\n",
+            "        if not scheduler.in_flight:\n            return\n",
+            "a worker dead while idle",
+        ),
+        ("            self._outputs.clear()\n", "", "outputs sent again"),
+        ("if self._draining:\n            error", "if False:\n            error", "drain takes new ones"),
+    ],
+    "client.py": [
+        ("            if not over:\n", "            if False:\n", "closing does not abort"),
+        ("            if not over:\n", "            if True:\n", "ending aborts"),
+        ("            del self._open[request_id]\n", "            pass\n", "requests stay open"),
+        (
+            '        if self.state != "dead":\n            self._die(reason)',
+            "        self._die(reason)",
+            "the last reason wins",
+        ),
+    ],
+}
+
+CASES = [(file, *fault) for file, faults in FAULTS.items() for fault in faults]
+
+
+def copy_of_engine(root: Path) -> Path:
+    """Copy what these tests import; return the engine's folder."""
+    leave = shutil.ignore_patterns("__pycache__", "test_planted_faults.py")
+    shutil.copytree(ROOT / "rocm_serve", root / "rocm_serve", ignore=leave)
+    shutil.copytree(ROOT / "tests" / "engine", root / "tests" / "engine", ignore=leave)
+    return root / "rocm_serve" / "engine"
+
+
+def run_tests(root: Path, files: tuple[str, ...]) -> int:
+    """Return pytest's exit code: 0 all passed, 1 a test failed."""
+    options = ["-x", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    alone = ["-c", os.devnull, "--rootdir", str(root)]
+    paths = [str(root / "tests" / "engine" / file) for file in files]
+    env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", *options, *alone, *paths]
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, timeout=240, check=False).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [SCHEDULER, CORE], ids=["scheduler", "core"])
+def test_the_copy_passes_without_a_fault(files: tuple[str, ...], tmp_path: Path) -> None:
+    copy_of_engine(tmp_path)
+    assert run_tests(tmp_path, files) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "old", "new", "what"), CASES, ids=[case[3].replace(" ", "-") for case in CASES])
+def test_a_planted_fault_is_seen(file: str, old: str, new: str, what: str, tmp_path: Path) -> None:
+    path = copy_of_engine(tmp_path) / file
+    text = path.read_text()
+    assert text.count(old) == 1, f"{file} has changed: plant {what!r} anew"
+    path.write_text(text.replace(old, new))
+    assert run_tests(tmp_path, TESTS.get(file, SCHEDULER)) == 1, f"no test sees: {what}"
