@@ -22,7 +22,7 @@ from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.ops.bind import bind_ops
 from rocm_serve.parallel.comm import Comm, SoloComm, run_ranks
 from rocm_serve.parallel.layout import Place, copies
-from rocm_serve.parallel.mesh import Mesh
+from rocm_serve.parallel.mesh import Coord, Mesh
 
 EOS = 7
 SIZES: dict[str, Any] = {
@@ -123,20 +123,38 @@ def build_stage(
     model = build_model(facts, coord, params, comm or SoloComm(), ops, device="cpu", dtype=dtype, mtp=mtp)
     fill(dict(model.named_parameters()), params, tensors, Place(mesh.tp, coord.tp_rank))
     model.prepare()
+    draft = mtp and coord.last_stage
+    made = caches(
+        facts, coord, page_size=page_size, pages=pages, slots=slots, dtype=dtype, kv_dtype=kv_dtype, draft=draft
+    )
+    return Stage(model, made)
+
+
+def caches(
+    facts: ModelFacts,
+    coord: Coord,
+    *,
+    page_size: int = 16,
+    pages: int = 80,
+    slots: int = 8,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    draft: bool = False,
+) -> StageCache:
+    """Make one rank's caches: pages full of NaN, states of zeros."""
     layout = stage_layout(facts, coord, page_size)
-    kv_keys = (*layout.kv_layers, -1) if mtp and coord.last_stage else layout.kv_layers
+    keys = (*layout.kv_layers, -1) if draft else layout.kv_layers
 
     def page_pool() -> torch.Tensor:
         return torch.full((pages, *layout.page_shape), float("nan")).to(kv_dtype or dtype)
 
-    cache = StageCache(
+    return StageCache(
         page_size=page_size,
-        k_pages={i: page_pool() for i in kv_keys},
-        v_pages={i: page_pool() for i in kv_keys},
+        k_pages={i: page_pool() for i in keys},
+        v_pages={i: page_pool() for i in keys},
         conv={i: torch.zeros(slots + 1, *layout.conv_shape, dtype=dtype) for i in layout.gdn_layers},
         ssm={i: torch.zeros(slots + 1, *layout.ssm_shape) for i in layout.gdn_layers},
     )
-    return Stage(model, cache)
 
 
 @dataclass

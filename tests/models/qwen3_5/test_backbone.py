@@ -87,9 +87,7 @@ def test_a_preempted_text_computed_again_has_the_same_bits(hf: nn.Module) -> Non
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["hf", "dense"])
-def test_stages_called_in_turn_give_the_bits_of_one_stage(
-    kind: str, pp: int, request: pytest.FixtureRequest
-) -> None:
+def test_stages_called_in_turn_give_the_bits_of_one_stage(kind: str, pp: int, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(kind)
     tokens = random_tokens(75, 9)
     assert torch.equal(alone(model, tokens, 66, pp=pp), alone(model, tokens, 66))
