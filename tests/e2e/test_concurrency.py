@@ -1,0 +1,118 @@
+"""Many clients at once on TP2 x PP2: each answer has the bits of its alone run, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.harness import Server
+
+pytestmark = pytest.mark.multirank
+
+REQUESTS = 64
+ABORTED = 8
+# 80 pages of 16 tokens: requests start in one page each and grow to four, past what is there.
+FLAGS = ("--tp", 2, "--pp", 2, "--dtype", "float32", "--chunked-prefill-size", 64, "--max-model-len", 256)
+LIMITS = ("--max-running-requests", 40, "--max-total-tokens", 80 * 16)
+
+Body = dict[str, Any]
+
+
+def mixed_bodies(rng: random.Random, vocab: int) -> list[Body]:
+    """Prompts of 1 to 100 ids, most of them short; greedy and seeded, filtered and penalised, scored and not."""
+    bodies = []
+    for i in range(REQUESTS):
+        length = rng.randint(70, 100) if i % 16 == 15 else rng.randint(1, 14)
+        body: Body = {
+            "prompt": [rng.randrange(vocab) for _ in range(length)],
+            "max_tokens": rng.randint(40, 56) if i % 4 else rng.randint(4, 12),
+            "temperature": 0 if i % 3 == 0 else 1.0,
+            "seed": i,
+            "ignore_eos": i % 5 != 0,
+            "logprobs": 3 if i % 2 else None,
+            "echo": i % 4 == 1,
+        }
+        if i % 3 == 1:
+            body |= {"top_p": 0.9, "top_k": 50}
+        if i % 7 == 2:
+            body |= {"repetition_penalty": 1.2, "presence_penalty": 0.5}
+        if i % 11 == 3:
+            body |= {"n": 2}
+        bodies.append(body)
+    return bodies
+
+
+async def answer(client: httpx.AsyncClient, body: Body) -> Any:
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"]
+
+
+async def cut_off(client: httpx.AsyncClient, body: Body) -> None:
+    """Read the first chunk of a stream and go away; every other one goes away before it."""
+    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        assert response.status_code == 200
+        if len(body["prompt"]) % 2:
+            await anext(response.aiter_lines())
+
+
+async def streamed(client: httpx.AsyncClient, body: Body) -> str:
+    text = ""
+    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                text += "".join(choice["text"] for choice in chunk["choices"])
+    return text
+
+
+def until(server: Server, holds: Callable[[dict[str, float]], bool], seconds: float = 10.0) -> dict[str, float]:
+    deadline = time.monotonic() + seconds
+    while not holds(metrics := server.metrics()):
+        assert time.monotonic() < deadline, {k: v for k, v in metrics.items() if "_bucket" not in k}
+        time.sleep(0.1)
+    return metrics
+
+
+@pytest.mark.timeout(600)
+def test_64_mixed_requests_have_the_bits_of_their_alone_runs(server_of: Callable[..., Server]) -> None:
+    rng = random.Random(20)
+    with server_of("text-fp8", *FLAGS, *LIMITS) as server:
+        bodies = mixed_bodies(rng, vocab=2000)
+        given_up = {i for i in range(REQUESTS) if i % (REQUESTS // ABORTED) == 6}
+        streams = {i for i in range(REQUESTS) if i % 8 == 4 and not bodies[i]["echo"]}
+
+        async def together() -> list[Any]:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(base_url=server.base_url, timeout=300, limits=limits) as client:
+                jobs = []
+                for i, body in enumerate(bodies):
+                    job = cut_off if i in given_up else streamed if i in streams else answer
+                    jobs.append(job(client, body))
+                return await asyncio.gather(*jobs)
+
+        async def alone() -> list[Any]:
+            async with httpx.AsyncClient(base_url=server.base_url, timeout=300) as client:
+                return [None if i in given_up else await answer(client, body) for i, body in enumerate(bodies)]
+
+        crowd = asyncio.run(together())
+        metrics = until(server, lambda m: m["rocm_serve_running"] == 0)
+        assert metrics["rocm_serve_peak_running"] >= 32
+        assert metrics['rocm_serve_steps_total{kind="mixed"}'] > 0
+        assert metrics["rocm_serve_preemptions_total"] >= 1
+        for gauge in ("waiting", "pages_used", "slots_used"):
+            assert metrics[f"rocm_serve_{gauge}"] == 0, gauge
+        print({name: value for name, value in metrics.items() if "steps_total" in name or "preempt" in name})
+
+        for i, (ours, expected) in enumerate(zip(crowd, asyncio.run(alone()), strict=True)):
+            if i in streams:
+                assert ours == "".join(choice["text"] for choice in expected), f"request {i}, streamed"
+            elif i not in given_up:
+                assert ours == expected, f"request {i}"
