@@ -50,7 +50,8 @@ def served(model: Path, more: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "rocm_serve", "serve", "--model", str(model), "--port", str(port), *more.split()]
+    command = [sys.executable, "-m", "rocm_serve", "serve", "--model", str(model), "--port", str(port)]
+    command += ["--log-level", "warning", *more.split()]
     server = subprocess.Popen(command)
     try:
         url = f"http://127.0.0.1:{port}"
