@@ -15,7 +15,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rocm_serve.errors import UserError
 
-
 _STUMBLES = (
     jinja2.TemplateError,
     TypeError,

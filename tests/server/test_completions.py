@@ -349,7 +349,7 @@ def test_nulls_mean_defaults() -> None:
     skip=st.booleans(),
     include=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_stream_and_whole_answer_are_equal_for_any_tokens_and_any_grouping(
     ids: list[int],
     script: list[int],

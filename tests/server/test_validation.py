@@ -304,7 +304,7 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(st.lists(JSON | bodies(), min_size=1, max_size=12))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_no_body_makes_a_500(values: list[Any]) -> None:
     async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
         for value in values:
