@@ -21,7 +21,7 @@ def start_up_lines(resolved: Resolved, platform: Platform) -> Iterator[str]:
         if field in _NOT_SHOWN:
             continue
         reason = resolved.reasons.get(field)
-        yield f"{field} = {getattr(resolved, field)}" + (f"  ({reason})" if reason else "")
+        yield f"{field} = {_shown(getattr(resolved, field))}" + (f"  ({reason})" if reason else "")
     for op, provider in resolved.op.items():
         yield f"op {op} = {provider}  (--op)"
     yield f"logs of workers and core: {resolved.run_dir}"
@@ -51,3 +51,7 @@ def curl_line(resolved: Resolved, url: str) -> str:
     body = {"model": resolved.served_model_name, "prompt": _CURL_PROMPT, "max_tokens": _CURL_TOKENS}
     quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{quoted}'"
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None or value == "" else str(value)

@@ -1,0 +1,101 @@
+"""What the operator reads at the start."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from rocm_serve.config.schema import Resolved
+from rocm_serve.messages import EffectiveLimits
+from rocm_serve.platform.facts import Platform
+from rocm_serve.report import curl_line, limit_lines, ready_line, start_up_lines
+
+LIMITS = EffectiveLimits(
+    max_model_len=1024,
+    max_running_requests=7,
+    chunked_prefill_size=64,
+    page_size=16,
+    num_pages=500,
+    num_slots=7,
+    reasons={"num_slots": "memory of rank 3"},
+)
+
+
+def resolved(name: str = "m") -> Resolved:
+    return Resolved(
+        model="some/dir",
+        served_model_name=name,
+        host="127.0.0.1",
+        port=0,
+        tp=2,
+        pp=2,
+        ep=1,
+        nnodes=1,
+        node_rank=0,
+        dist_init_addr="127.0.0.1:1",
+        dist_timeout=600,
+        device="cpu",
+        dtype="float32",
+        kv_cache_dtype="bfloat16",
+        page_size=16,
+        chunked_prefill_size=64,
+        max_running_requests=8,
+        max_queued_requests=99,
+        max_model_len=1024,
+        mem_fraction=0.5,
+        load_format="auto",
+        enforce_eager=False,
+        op={"layers.3.linear": "reference"},
+        seed=0,
+        log_level="info",
+        vocab_size=2048,
+        vocab_used=2000,
+        eos_token_ids=(1, 2),
+        torch_threads=1,
+        run_dir="run",
+        reasons={"dtype": "because"},
+    )
+
+
+def test_every_resolved_value_is_said_once_and_decided_ones_with_their_reason() -> None:
+    platform = Platform(device="cpu", arch="x86_64", cores=2, free_ram_bytes=10**9)
+    lines = list(start_up_lines(resolved(), platform))
+    for field in set(Resolved.__struct_fields__) - {"reasons", "op", "run_dir"}:
+        assert sum(line.startswith(f"{field} = ") for line in lines) == 1, field
+    assert "dtype = float32  (because)" in lines
+    assert "max_total_tokens = none" in lines
+    assert any("layers.3.linear = reference" in line for line in lines)
+    assert platform.describe() in lines[0]
+
+
+def test_every_effective_limit_is_said_with_its_reason() -> None:
+    lines = list(limit_lines(LIMITS))
+    assert len(lines) == len(EffectiveLimits.__struct_fields__) - 1
+    assert "effective num_slots = 7  (memory of rank 3)" in lines
+
+
+def test_the_ready_line_names_address_model_topology_and_limits() -> None:
+    line = ready_line(resolved(), LIMITS, "http://127.0.0.1:99")
+    for fact in (
+        "http://127.0.0.1:99",
+        " m ",
+        "tp 2 x pp 2",
+        "float32",
+        "bfloat16",
+        "1024",
+        "7 running",
+        "8000 tokens",
+    ):
+        assert fact in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["tiny", "it's $HOME", 'a "quoted" \\ name', "модель"])
+def test_the_curl_survives_a_shell_whatever_the_model_is_called(name: str) -> None:
+    program, url, *rest = shlex.split(curl_line(resolved(name), "http://127.0.0.1:99"))
+    assert (program, url) == ("curl", "http://127.0.0.1:99/v1/completions")
+    body = json.loads(rest[rest.index("-d") + 1])
+    assert body["model"] == name
+    assert body["prompt"] and body["max_tokens"] > 0
