@@ -22,12 +22,13 @@ from rocm_serve.parallel.comm import Comm, CountingComm, SoloComm, run_ranks
 from rocm_serve.types import SamplingParams, TokenLogprob
 
 V, USED = 192, 181
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def make(vocab: int = V, used: int = USED, comm: Comm | None = None) -> Sampler:
+def make(vocab: int = V, used: int = USED, comm: Comm | None = None, device: str = "cpu") -> Sampler:
     comm = comm or SoloComm()
     width = vocab // comm.size
-    return Sampler(comm, vocab_start=comm.rank * width, vocab_local=width, vocab_used=used)
+    return Sampler(comm, vocab_start=comm.rank * width, vocab_local=width, vocab_used=used, device=device)
 
 
 def shard(logits: torch.Tensor, comm: Comm) -> torch.Tensor:
@@ -35,9 +36,15 @@ def shard(logits: torch.Tensor, comm: Comm) -> torch.Tensor:
     return logits[:, comm.rank * width : (comm.rank + 1) * width].contiguous()
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow], tp: int = 1, used: int = USED) -> list[SampledToken]:
+def sample(
+    logits: torch.Tensor, rows: Sequence[SampleRow], tp: int = 1, used: int = USED, device: str = "cpu"
+) -> list[SampledToken]:
     """Sample on `tp` simulated ranks; every rank must say the same."""
-    results = run_ranks(tp, lambda comm: make(logits.shape[-1], used, comm).sample(shard(logits, comm), rows))
+
+    def body(comm: Comm) -> list[SampledToken]:
+        return make(logits.shape[-1], used, comm, device).sample(shard(logits, comm).to(device), rows)
+
+    results = run_ranks(tp, body)
     assert all(result == results[0] for result in results)
     return results[0]
 
@@ -149,9 +156,10 @@ SAMPLED_FIELDS: dict[str, dict[str, object]] = {
 PROMPT, OUTPUT = (3, 7, 7, 40, 150, 180), (9, 3, 9)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", [*GREEDY_FIELDS, *SAMPLED_FIELDS])
-def test_every_field_gives_the_predicted_token(name: str, tp: int) -> None:
+def test_every_field_gives_the_predicted_token(name: str, tp: int, device: str) -> None:
     """100 rows of each field; none may differ except where the prediction itself wins by less than 1e-4."""
     fields = {"temperature": 0.0} | GREEDY_FIELDS[name] if name in GREEDY_FIELDS else SAMPLED_FIELDS[name]
     logits = normal(100, seed=tp)
@@ -159,7 +167,7 @@ def test_every_field_gives_the_predicted_token(name: str, tp: int) -> None:
     seeds = random.Random(name)
     rows = [row(9 + i, PROMPT, OUTPUT, seed=seeds.getrandbits(64), choice=i % 3, **fields) for i in range(100)]
     expected = [predicted(x, r) for x, r in zip(logits.numpy(), rows, strict=True)]
-    tokens = [s.token for s in sample(logits, rows, tp)]
+    tokens = [s.token for s in sample(logits, rows, tp, device=device)]
     assert all(got == want for got, (want, gap) in zip(tokens, expected, strict=True) if gap > 1e-4)
     assert sum(gap > 1e-4 for _, gap in expected) >= 98
     if name not in ("nothing", "plain", "bias on padding", "min_tokens reached"):
@@ -211,20 +219,20 @@ def test_support_is_exactly_the_ids_that_the_filters_keep(fields: dict[str, obje
     assert {s.token for s in sample(logits, rows, tp)} == expected
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_ties_at_a_boundary_keep_the_lowest_ids(tp: int) -> None:
+def test_ties_at_a_boundary_keep_the_lowest_ids(tp: int, device: str) -> None:
     logits = torch.zeros(640, V)
     for fields, size in (({"top_k": 5}, 5), ({"top_k": 100}, 100), ({"top_p": 5.5 / USED}, 6), ({"min_p": 1.0}, USED)):
-        seen = {s.token for s in sample(logits, [row(i, **fields) for i in range(640)], tp)}
+        seen = {s.token for s in sample(logits, [row(i, **fields) for i in range(640)], tp, device=device)}
         assert seen <= set(range(size))
         assert size > 10 or seen == set(range(size))
         assert len(seen) > size * 0.9
-    greedy = sample(CASES["tied"](torch.Generator().manual_seed(1), 40, V), [row(temperature=0.0)] * 40, tp)
-    top_1 = sample(
-        CASES["tied"](torch.Generator().manual_seed(1), 40, V), [row(top_k=1, seed=s) for s in range(40)], tp
-    )
-    tied = CASES["tied"](torch.Generator().manual_seed(1), 40, V).numpy()[:, :USED]
-    assert [s.token for s in greedy] == [s.token for s in top_1] == np.argmax(tied, -1).tolist()
+    tied = CASES["tied"](torch.Generator().manual_seed(1), 40, V)
+    greedy = sample(tied, [row(temperature=0.0)] * 40, tp, device=device)
+    top_1 = sample(tied, [row(top_k=1, seed=s) for s in range(40)], tp, device=device)
+    first = np.argmax(tied.numpy()[:, :USED], -1).tolist()
+    assert [s.token for s in greedy] == [s.token for s in top_1] == first
 
 
 def chi_square_deviation(tokens: Sequence[int], probabilities: np.ndarray) -> float:
@@ -346,13 +354,14 @@ def check_logprob(found: TokenLogprob, logits: torch.Tensor, target: int, k: int
         assert found.logprob == found.top_logprobs[order.index(target)], "lm-eval compares the two as floats"
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_log_probs_are_those_of_the_raw_logits(case: str, tp: int) -> None:
+def test_log_probs_are_those_of_the_raw_logits(case: str, tp: int, device: str) -> None:
     """Penalties, bias, temperature and filters choose the token and leave its log-prob alone."""
     logits = CASES[case](torch.Generator().manual_seed(9), 48, V)
     rows = [row(i, PROMPT, OUTPUT, logprobs=i % 9, **SAMPLED_FIELDS["everything"]) for i in range(48)]
-    for i, s in enumerate(sample(logits, rows, tp)):
+    for i, s in enumerate(sample(logits, rows, tp, device=device)):
         assert s.logprob is not None
         check_logprob(s.logprob, logits[i], s.token, i % 9)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rocm_serve.ops.sampling import rng
 
 CPU = torch.device("cpu")
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 SEEDS = st.integers(0, 2**64 - 1)
 
 
@@ -48,13 +49,16 @@ def test_known_answers_of_splitmix64() -> None:
     assert bits.tolist() == [[rng.as_signed(k) for k in known]]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @given(seed=SEEDS, choice=st.integers(0, 200), position=st.integers(0, 2**20), first=st.integers(0, 248319))
-def test_tensor_bits_equal_plain_python_integers(seed: int, choice: int, position: int, first: int) -> None:
+def test_tensor_bits_equal_plain_python_integers(
+    device: str, seed: int, choice: int, position: int, first: int
+) -> None:
     gamma = 0x9E3779B97F4A7C15
     start = plain_mix(plain_mix(plain_mix(seed) + (choice + 1) * gamma) + (position + 1) * gamma)
     expected = [rng.as_signed(plain_mix(start + (i + 1) * gamma)) for i in range(first, first + 5)]
-    key = torch.tensor([[rng.as_signed(rng.row_key(seed, choice, position))]])
-    assert rng.random_bits(key, rng.id_offsets(first, 5, CPU)).tolist() == [expected]
+    key = torch.tensor([[rng.as_signed(rng.row_key(seed, choice, position))]], device=device)
+    assert rng.random_bits(key, rng.id_offsets(first, 5, torch.device(device))).tolist() == [expected]
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
@@ -86,6 +90,17 @@ def test_noise_of_an_id_does_not_depend_on_shard_row_or_threads(threads: int) ->
     finally:
         torch.set_num_threads(before)
     assert torch.equal(rng.gumbel(keys[2:3], rng.id_offsets(77, 13, CPU))[0], whole[2, 77:90])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_uniforms_are_the_same_bits_on_every_device(device: str) -> None:
+    keys = torch.tensor([[rng.as_signed(rng.row_key(3, 1, p))] for p in range(9)])
+    here = rng.uniform(rng.random_bits(keys, rng.id_offsets(0, 5001, CPU)))
+    there = rng.uniform(rng.random_bits(keys.to(device), rng.id_offsets(0, 5001, torch.device(device))))
+    assert torch.equal(there.cpu(), here)
+    exact = [[int(bits) % 2**64 for bits in row] for row in rng.random_bits(keys, rng.id_offsets(0, 50, CPU))]
+    expected = torch.tensor([[((bits >> 12) + 0.5) / 2**52 for bits in row] for row in exact], dtype=torch.float64)
+    assert torch.equal(here[:, :50], expected.float())
 
 
 def test_noise_follows_the_gumbel_distribution() -> None:
