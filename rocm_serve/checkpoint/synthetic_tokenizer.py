@@ -126,6 +126,6 @@ def _tokenizer_config(ids: dict[str, int], max_position: int) -> dict[str, objec
         "model_max_length": max_position,
         "pad_token": "<|endoftext|>",
         "split_special_tokens": False,
-        "tokenizer_class": "Qwen2Tokenizer",
+        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is, for every model type
         "unk_token": None,
     }
