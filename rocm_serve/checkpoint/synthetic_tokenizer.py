@@ -64,7 +64,8 @@ def write_tokenizer(path: Path, *, rows: int, max_position: int) -> SpecialIds:
     """
     tokenizer = train(rows - len(ADDED_TOKENS) - _UNUSED_ROWS)
     tokenizer.save(str(path / "tokenizer.json"), pretty=True)
-    ids = {name: tokenizer.token_to_id(name) for name in ADDED_TOKENS}
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    ids = {name: vocabulary[name] for name in ADDED_TOKENS}
     config = _tokenizer_config(ids, max_position)
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (path / "tokenizer_config.json").write_text(text, encoding="utf-8")
@@ -88,7 +89,7 @@ def train(ordinary: int) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=ordinary,
         min_frequency=2,

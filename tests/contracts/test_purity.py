@@ -23,6 +23,8 @@ PURE_MODULES = [
     "platform.facts",
     "platform.probe",
     "checkpoint.rules",
+    "checkpoint.reader",
+    "checkpoint.ledger",
     "models.qwen3_5.spec",
     "diagnostics.plan",
 ]
