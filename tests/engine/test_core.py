@@ -363,6 +363,16 @@ def test_the_loop_sleeps_when_idle_and_sends_one_message_per_step() -> None:
     assert isinstance(link.sent[-1], CoreStopped)
 
 
+def test_a_request_that_comes_after_the_drain_is_refused_by_the_core() -> None:
+    link = Inbox([make_request("a", 5, max_tokens=4)], [Drain(), make_request("b", 5, max_tokens=1)])
+    executor = FakeExecutor(LIMITS)
+    assert EngineCore(executor, link).run() == 0
+    outputs = [output for message in link.sent if isinstance(message, Outputs) for output in message.outputs]
+    (refused,) = [output for output in outputs if output.request_id == "b"]
+    assert refused.finish_reason is FinishReason.ERROR and "shutting down" in (refused.error or "")
+    assert sum(len(output.tokens) for output in outputs) == 4, "what was open was finished"
+
+
 def test_our_own_mistake_fails_the_requests_and_is_raised() -> None:
     class Wrong(FakeExecutor):
         def poll(self, timeout_s: float) -> None:
