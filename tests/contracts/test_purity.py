@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
+import grimp
 import pytest
 
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 PURE_PACKAGES = ["config", "tokens", "engine", "server"]
 PURE_MODULES = [
     "types",
@@ -52,6 +56,17 @@ def loaded_by(name: str) -> str:
 @pytest.mark.parametrize("name", PURE_PACKAGES + PURE_MODULES)
 def test_importing_a_pure_module_loads_no_torch(name: str) -> None:
     assert loaded_by(f"rocm_serve.{name}") == ""
+
+
+def test_every_module_that_imports_no_torch_is_type_checked() -> None:
+    graph = grimp.build_graph("rocm_serve", include_external_packages=True, cache_dir=None)
+    with_torch = graph.find_downstream_modules("torch")
+    checked = [Path(name) for name in tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["tool"]["mypy"]["files"]]
+    for module in sorted(graph.modules - with_torch):
+        path = Path(*module.split(".")).with_suffix(".py")
+        if not (PYPROJECT.parent / path).is_file():
+            continue  # a package, or a library
+        assert path in checked or any(parent in checked for parent in path.parents), f"mypy is not told of {path}"
 
 
 def test_the_check_sees_torch_where_it_is() -> None:
