@@ -71,6 +71,7 @@ def check_filled(params: Mapping[str, Param], place: Place) -> None:
 def validate(reader: CheckpointReader, facts: ModelFacts, mesh: Mesh, *, mtp: bool) -> None:
     """Check the whole checkpoint for every rank of `mesh` from its headers, before anything big is read.
 
+    Shards of which nothing is used are checked, too: one that is truncated says that the download is not complete.
     Errors: UserError, one line.
     """
     for stage in range(mesh.pp):
@@ -79,6 +80,7 @@ def validate(reader: CheckpointReader, facts: ModelFacts, mesh: Mesh, *, mtp: bo
         _check_precision(facts, found)
         params = stage_params(facts, coord, formats=found, mtp=mtp)
         check_stage(reader, facts, params, found)
+    reader.check_shards(set(reader.names.values()))
     beyond = [name for name in reader.names if _beyond(name, facts)]
     if beyond:
         raise UserError(f"{reader.path} holds layers beyond num_hidden_layers {facts.num_layers}: {_some(beyond)}")

@@ -15,6 +15,7 @@ from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import parse_config
 from rocm_serve.parallel.mesh import Mesh
 from tests.checkpoint.holes import FILES, Headers, headers_of, hollow, read_index, write_index
+from tests.checkpoint.published import write_holes
 from tests.made import LAYOUTS
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -190,3 +191,18 @@ def test_any_float_dtype_is_accepted_where_a_weight_is_not_fp8(checkpoints: dict
     headers["model.layers.0.linear_attn.A_log"] = ("F32", (32,))
     headers[SCALE] = ("F32", (4, 2))
     check(hollow(checkpoints["text-fp8"], tmp_path / "x", headers))
+
+
+def test_a_truncated_shard_of_which_nothing_is_used_is_still_named(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    headers = headers_of(checkpoints["vl-fp8"])
+    vision = {name: what for name, what in headers.items() if name.startswith("model.visual.")}
+    path = hollow(checkpoints["vl-fp8"], tmp_path / "x", {n: h for n, h in headers.items() if n not in vision})
+    write_holes(path / "vision.safetensors", [(name, *what) for name, what in vision.items()])
+    write_index(path, read_index(path) | dict.fromkeys(vision, "vision.safetensors"))
+    check(path)
+    with (path / "vision.safetensors").open("r+b") as stream:
+        stream.truncate((path / "vision.safetensors").stat().st_size - 1)
+    with pytest.raises(UserError, match=r"vision.safetensors is truncated: model.visual"):
+        check(path)

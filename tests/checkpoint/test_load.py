@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rocm_serve.checkpoint.fp8 import dequantise
@@ -207,3 +207,27 @@ def test_dummy_weights_have_the_spread_of_a_made_checkpoint(checkpoints: dict[st
             continue
         assert pair[0].std().item() == pytest.approx(pair[1].std().item(), rel=0.2), name
     assert facts.num_layers == 4
+
+
+def test_fused_fp8_experts_load_as_those_stored_one_by_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    tensors: Tensors = {}
+    for file in checkpoints["text-fp8"].glob("*.safetensors"):
+        tensors |= load_file(file)
+    for stem in [f"model.layers.{i}.mlp.experts" for i in range(2)] + ["mtp.layers.0.mlp.experts"]:
+        for suffix in ("", "_scale_inv"):
+            one = {
+                x: [tensors.pop(f"{stem}.{e}.{x}_proj.weight{suffix}") for e in range(8)]
+                for x in ("gate", "up", "down")
+            }
+            rows = [torch.cat([raw(g), raw(u)]) for g, u in zip(one["gate"], one["up"], strict=True)]
+            tensors[f"{stem}.gate_up_proj{suffix}"] = torch.stack(rows).view(one["gate"][0].dtype)
+            tensors[f"{stem}.down_proj{suffix}"] = torch.stack([raw(d) for d in one["down"]]).view(one["down"][0].dtype)
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((checkpoints["text-fp8"] / name).read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    for rank in range(4):
+        fused, report = load(tmp_path, Mesh(2, 2).coord(rank))
+        split, _ = load(checkpoints["text-fp8"], Mesh(2, 2).coord(rank))
+        assert fused.keys() == split.keys()
+        assert all(torch.equal(raw(fused[name]), raw(split[name])) for name in split)
+        assert report.bytes_kept < report.bytes_read
