@@ -43,17 +43,17 @@ def gdn_decode(
     k, v = unit(k_ThK[rows]), v_THV[rows].float()
     q = unit(q_ThK[rows]) * key**-0.5
     k_dot_q = (k * q).sum(-1).repeat_interleave(heads // key_heads, 1)
-    kq = torch.stack((k, q), dim=-1)
+    kq = torch.stack((k, q), dim=2)
     for b, slot in enumerate(sequences.slots):
         s_HVK = state[slot]
         s_hvK = s_HVK.view(key_heads, -1, key)
         for row in range(sequences.row_starts[b], sequences.row_starts[b + 1]):
             i = row - rows.start
             s_HVK *= decay[i]
-            read = torch.bmm(s_hvK, kq[i]).view(heads, value, 2)
-            d_HV = (v[i] - read[..., 0]) * beta[i, :, None]
+            sk_HV, sq_HV = (x.reshape(heads, value) for x in torch.bmm(kq[i], s_hvK.transpose(1, 2)).unbind(1))
+            d_HV = (v[i] - sk_HV) * beta[i, :, None]
             s_hvK.baddbmm_(d_HV.view(key_heads, -1, 1), k[i, :, None, :])
-            out_THV[row] = (read[..., 1] + d_HV * k_dot_q[i, :, None]).to(out_THV.dtype)
+            out_THV[row] = (sq_HV + d_HV * k_dot_q[i, :, None]).to(out_THV.dtype)
             if row_states is not None:
                 row_states[row] = s_HVK
     return out_THV
