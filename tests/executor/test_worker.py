@@ -1,0 +1,134 @@
+"""The worker's loop: receives are posted early, a lost plan is fatal, one rank reports, a failure is told."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_serve.executor.link import CoreLink
+from rocm_serve.executor.runner import warm_up_plans
+from rocm_serve.executor.worker import EXIT_FAILED, EXIT_USER_ERROR, StageLoop, run_worker
+from rocm_serve.messages import FromWorker, Plan, Shutdown, StepResult, ToWorker, Work, WorkerFailed
+from rocm_serve.parallel.mesh import Mesh
+from tests.executor.wishes import resolved
+
+
+class Scripted:
+    """Runner, edges and link in one: writes down the order in which the loop uses them."""
+
+    def __init__(self, messages: list[ToWorker | None], *, rank: int, stages: int = 2, tp: int = 1) -> None:
+        self.coord = Mesh(tp, stages).coord(rank)
+        self.messages = deque(messages)
+        self.events: list[str] = []
+        self.sent: list[FromWorker] = []
+        self.posted = 0
+
+    def loop(self) -> StageLoop:
+        anything: Any = self
+        receiver = None if self.coord.first_stage else anything
+        sender = None if self.coord.last_stage else Sending(self.events)
+        return StageLoop(anything, receiver, sender, anything)  # type: ignore[arg-type]
+
+    def receive(self, *, wait: bool) -> ToWorker | None:
+        message = self.messages.popleft()
+        assert message is not None or not wait, "the loop would block with work to do"
+        return message
+
+    def send(self, message: FromWorker) -> None:
+        self.sent.append(message)
+
+    def rows(self, plan: Plan) -> int:
+        return sum(work.num_rows for work in plan.work)
+
+    def post(self, rows: int) -> Scripted:
+        self.events.append(f"post {rows}")
+        return self
+
+    def wait(self) -> torch.Tensor:
+        self.events.append("arrived")
+        return torch.zeros(1)
+
+    def step(self, plan: Plan, hidden: torch.Tensor | None) -> torch.Tensor | StepResult:
+        self.events.append(f"step {plan.seq}")
+        return StepResult(plan.seq, ()) if self.coord.last_stage else torch.zeros(1)
+
+
+class Sending:
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def send(self, x_TH: torch.Tensor) -> None:
+        self._events.append("sent")
+
+
+def plan(seq: int, rows: int) -> Plan:
+    return Plan(seq, (Work(0, 0, rows, False, False, 1),) if rows else ())
+
+
+def test_every_plan_that_came_has_its_receive_posted_before_the_oldest_runs() -> None:
+    script = Scripted([plan(0, 5), plan(1, 7), None, None, plan(2, 3), None, Shutdown()], rank=1)
+    script.loop().serve()
+    expected = ["post 5", "post 7", "arrived", "step 0", "arrived", "step 1", "post 3", "arrived", "step 2"]
+    assert script.events == expected
+    assert script.sent == [StepResult(seq, ()) for seq in range(3)]
+
+
+def test_a_first_stage_passes_on_and_reports_nothing() -> None:
+    script = Scripted([plan(0, 5), None, plan(1, 0), None, Shutdown()], rank=0)
+    script.loop().serve()
+    assert script.events == ["step 0", "sent", "step 1"], "a plan without rows crosses no edge"
+    assert script.sent == []
+
+
+@pytest.mark.parametrize(("rank", "reports"), [(2, True), (3, False)])
+def test_one_rank_of_the_last_stage_reports(rank: int, reports: bool) -> None:
+    script = Scripted([plan(0, 1), None, Shutdown()], rank=rank, tp=2)
+    script.loop().serve()
+    assert bool(script.sent) == reports
+
+
+@pytest.mark.parametrize("seqs", [(1,), (0, 2), (0, 0)])
+def test_a_lost_or_doubled_plan_is_fatal(seqs: tuple[int, ...]) -> None:
+    script = Scripted([message for seq in seqs for message in (plan(seq, 1), None)], rank=1)
+    with pytest.raises(AssertionError, match="one is lost"):
+        script.loop().serve()
+
+
+def told(link: CoreLink) -> WorkerFailed:
+    while (message := link.receive(10)) is None:
+        pass
+    assert isinstance(message, WorkerFailed)
+    return message
+
+
+def test_a_users_error_is_told_as_its_sentence_and_exits_2(tmp_path: Path) -> None:
+    link = CoreLink(str(tmp_path))
+    code = run_worker(resolved(run_dir=str(tmp_path), model=str(tmp_path / "nothing-here")), rank=0)
+    failure = told(link)
+    link.close()
+    assert code == EXIT_USER_ERROR and failure.rank == 0 and failure.phase == "loading"
+    assert "nothing-here" in failure.error and "Error" not in failure.error
+
+
+def test_any_other_error_is_told_with_its_kind_and_exits_1(tmp_path: Path) -> None:
+    link = CoreLink(str(tmp_path))
+    code = run_worker(resolved(run_dir=str(tmp_path), tp=2, dist_init_addr="no-port", dist_timeout=1), rank=0)
+    failure = told(link)
+    link.close()
+    assert code == EXIT_FAILED and failure.phase == "joining the other ranks"
+    assert failure.error.startswith("ValueError: ")
+
+
+@pytest.mark.parametrize(("page_size", "length"), [(1, 1), (1, 4), (2, 3), (4, 5), (16, 256)])
+def test_warming_up_stays_within_one_request_of_full_length(page_size: int, length: int) -> None:
+    plans = list(warm_up_plans(page_size, length))
+    pages = [page for one in plans for work in one.work for page in work.new_pages]
+    rows = [(work.start, work.num_rows, work.recurrent) for one in plans for work in one.work]
+    assert pages == list(range(len(pages))) and len(pages) <= -(-length // page_size)
+    assert sum(num for _, num, _ in rows) <= length
+    assert rows[0][0] == 0 and (length == min(4, length) or any(recurrent for _, _, recurrent in rows))
+    assert plans[-1].released and not plans[-1].work
