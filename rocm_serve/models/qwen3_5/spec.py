@@ -139,7 +139,7 @@ class _Cut:
         units = self.size // piece if self.size % piece == 0 else 1
         if units == self.units:
             return Band(self.size, Split(units, self.what, repeat=self.repeat))
-        return Band(self.size, Split(units, f"whole {block}-wide FP8 blocks of {self.what}"))
+        return Band(self.size, Split(units, f"FP8 block{'s' * (units > 1)} ({block} wide) of {self.what}"))
 
 
 @dataclass(frozen=True, slots=True)

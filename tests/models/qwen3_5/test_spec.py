@@ -176,7 +176,7 @@ def test_an_fp8_block_is_never_cut(tmp_path: Path) -> None:
 
     facts = facts_of(make_checkpoint(tmp_path / "narrow", "text-fp8", "fp8", dims="narrow", layers=4))
     stage_params(facts, Mesh(1, 2).coord(0), formats=ConfigFormats(facts), mtp=True)
-    said = "tp 2 cannot be used: it does not divide 1 whole 128-wide FP8 blocks of expert columns; legal: 1$"
+    said = r"tp 2 cannot be used: it does not divide 1 FP8 block \(128 wide\) of expert columns; legal: 1$"
     with pytest.raises(UserError, match=said):
         stage_params(facts, Mesh(2, 1).coord(0), formats=ConfigFormats(facts), mtp=True)
 
