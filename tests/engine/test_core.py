@@ -32,7 +32,7 @@ def run_dir() -> Iterator[str]:
 
 
 def run(story: Callable[[], Coroutine[None, None, None]]) -> None:
-    asyncio.run(asyncio.wait_for(story(), timeout=60))
+    asyncio.run(asyncio.wait_for(story(), timeout=30))
 
 
 @asynccontextmanager

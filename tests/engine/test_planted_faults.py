@@ -76,7 +76,6 @@ FAULTS = {
     ],
     "client.py": [
         ("            if not over:\n", "            if False:\n", "closing does not abort"),
-        ("            if not over:\n", "            if True:\n", "ending aborts"),
         ("            del self._open[request_id]\n", "            pass\n", "requests stay open"),
         (
             '        if self.state != "dead":\n            self._die(reason)',

@@ -254,6 +254,39 @@ def test_what_is_left_of_the_budget_serves_a_prompt_that_ends_in_it() -> None:
     assert rows(stage.plan()) == [(2, 0, 65)]
 
 
+def test_a_running_prompt_and_a_new_one_share_the_budget() -> None:
+    stage = Stage(make_limits(chunked_prefill_size=192, max_model_len=512, num_pages=200))
+    stage.add("a", 300, max_tokens=1)
+    stage.add("b", 300, max_tokens=1)
+    plans = []
+    while not stage.scheduler.idle:
+        plans.append(rows(stage.plan()))
+        stage.commit()
+    assert plans == [[(0, 0, 192)], [(0, 192, 108), (1, 0, 64)], [(1, 64, 192)], [(1, 256, 44)]]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "starts"),
+    [(512, [0]), (100, [0, 64]), (64, [0, 64, 128]), (63, [0, 63, 126]), (40, [0, 40, 80, 120])],
+)
+def test_prompts_are_cut_at_multiples_of_64_or_of_a_smaller_chunk(chunk: int, starts: list[int]) -> None:
+    stage = Stage(make_limits(chunked_prefill_size=chunk))
+    stage.add("a", 150, max_tokens=1)
+    assert [work.start for plan in stage.finish() for work in plan.work] == starts
+
+
+def test_prompt_scores_of_a_preempted_request_are_delivered_once() -> None:
+    stage = Stage(make_limits(num_pages=4, page_size=4, max_running_requests=2))
+    for name in "ab":
+        stage.add(name, 3, max_tokens=12, prompt_logprobs=0)
+    stage.finish()
+    assert stage.scheduler.stats().preemptions == 1
+    for name in "ab":
+        got = [one for output in stage.outputs[name] for one in output.prompt_logprobs]
+        prompt, params = make_prompt(4, 3), SamplingParams(max_tokens=12, prompt_logprobs=0)
+        assert got == alone(prompt, params, stage.limits).prompt_logprobs and len(got) == 2
+
+
 def test_the_head_of_the_queue_is_not_overtaken() -> None:
     stage = Stage(make_limits(num_pages=10, page_size=4))
     stage.add("a", 20, max_tokens=4)
