@@ -25,7 +25,8 @@ def _peaked(generator: torch.Generator, rows: int, ids: int) -> torch.Tensor:
 
 def _tied(generator: torch.Generator, rows: int, ids: int) -> torch.Tensor:
     """Every value occurs many times, signed zeros among them."""
-    return torch.randint(-3, 4, (rows, ids), generator=generator).float() * torch.tensor(-0.5)
+    signs_RV = torch.randint(2, (rows, ids), generator=generator).float() - 0.5
+    return torch.randint(-3, 4, (rows, ids), generator=generator).float() * signs_RV
 
 
 def _constant(generator: torch.Generator, rows: int, ids: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ def by_value_then_id(row: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("k", [0, 1, 5, 96, 97, 200])
+@pytest.mark.parametrize("k", [0, 1, 5, 48, 96, 97, 200])
 def test_top_of_shard_orders_by_value_then_id(name: str, k: int) -> None:
     logits = CASES[name](torch.Generator().manual_seed(k), 9, 97)
     values, ids = reference.top_of_shard(logits, k)
