@@ -68,7 +68,7 @@ class Server:
             *(sys.executable, "-m", "rocm_serve", "serve", "--model", str(self.model)),
             *("--served-model-name", self.name, "--host", "127.0.0.1", "--port", "0", *self.flags),
         ]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_WAIT_POLICY": "passive"}
+        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         with self.log_path.open("wb") as out:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=self.work_dir

@@ -22,6 +22,8 @@ FEW_LENGTHS = (1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130)
 NEW_TOKENS = 64
 CHUNK_SIZES = (1, 7, 16, 64)
 
+pytestmark = pytest.mark.slow  # four minutes on two idle cores, most of it HF and the one-row chunks
+
 ReferenceOf = Callable[[str], Reference]
 ServerOf = Callable[..., Server]
 
