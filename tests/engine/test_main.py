@@ -16,7 +16,6 @@ import pytest
 
 from rocm_serve.config.schema import Resolved
 from rocm_serve.engine.client import EngineClient, EngineDead
-from rocm_serve.engine.main import read_trace
 from rocm_serve.executor.link import WorkerLink
 from rocm_serve.messages import (
     WIRE_VERSION,
@@ -28,6 +27,7 @@ from rocm_serve.messages import (
     WorkerLoaded,
     WorkerReady,
 )
+from rocm_serve.trace import StepTrace, read_trace
 from rocm_serve.types import FinishReason, SamplingParams
 from tests.engine.simulation import FakeWorker, alone, make_limits, make_prompt
 
@@ -99,14 +99,14 @@ class Core:
     """The process, its workers, and a client."""
 
     def __init__(self, config: Resolved, *, workers: int = 2, fail_at: int | None = None) -> None:
-        self.trace = Path(config.run_dir) / "trace.jsonl"
+        self.trace = Path(config.run_dir) / "trace"
+        config = msgspec.structs.replace(config, trace=str(self.trace))
         file = Path(config.run_dir) / "resolved.json"
         file.write_bytes(msgspec.json.encode(config))
         self._log = Path(config.run_dir) / "log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-X", "importtime", "-m", "rocm_serve.engine.main"]
-                + ["--resolved", str(file), "--trace", str(self.trace)],
+                [sys.executable, "-X", "importtime", "-m", "rocm_serve.engine.main"] + ["--resolved", str(file)],
                 stdin=subprocess.PIPE,  # closing it ends the process at once, so it stays open until the end
                 stderr=log,
             )
@@ -151,7 +151,7 @@ def test_the_process_serves_ignores_interrupts_drains_and_exits_with_0(run_dir: 
     assert code == 0, errors
     imported = {line.rsplit("|", 1)[-1].strip() for line in errors.splitlines() if line.startswith("import time:")}
     assert "rocm_serve.engine.scheduler" in imported and "torch" not in imported
-    steps = read_trace(core.trace)
+    steps = read_trace(core.trace / "core.jsonl", StepTrace)
     assert [step.seq for step in steps] == list(range(len(steps))) and len(steps) == 13
     assert all(step.submitted_ns <= step.committed_ns for step in steps)
 

@@ -85,6 +85,16 @@ def test_pool_too_small_preempts_the_newest_which_resumes_first_and_loses_nothin
         assert stage.tokens(request.request_id) == alone(request.prompt, request.params, stage.limits).tokens
 
 
+def test_equal_events_give_equal_plans_down_to_the_page_numbers() -> None:
+    def play() -> list[Plan]:
+        stage = Stage(make_limits(num_pages=12, page_size=2, max_running_requests=3), depth=2)
+        for number, name in enumerate(("a", "bb", "ccc", "dddd")):
+            stage.add(name, 3 + number, max_tokens=12)
+        return stage.finish()
+
+    assert play() == play() and len(play()) > 12
+
+
 def two_in_flight(depth: int = 2) -> Stage:
     """b's decode row is in flight when a needs a page and none is free. Six pages of two tokens."""
     stage = Stage(make_limits(num_pages=6, page_size=2, max_running_requests=2), depth)
