@@ -70,6 +70,7 @@ def serve(
     op: Annotated[list[str] | None, typer.Option("--op", metavar="OP=PROVIDER", help="Provider of an op.")] = None,
     seed: Annotated[Number, _flag("seed", "Of requests that give none, and of dummy weights.")] = None,
     log_level: Annotated[Text, _flag("log_level", "How much is logged.")] = None,
+    trace: Annotated[Text, _flag("trace", "Folder for a line per step of the engine core and of each rank.")] = None,
     config: Annotated[Path | None, typer.Option("--config", metavar="FILE.toml", help="Flags as TOML keys.")] = None,
 ) -> None:
     """Serve a checkpoint over HTTP until SIGTERM or Ctrl-C."""

@@ -32,6 +32,7 @@ from rocm_serve.server.info import ServerInfo
 from rocm_serve.server.run import bind, run
 from rocm_serve.supervisor import Supervisor
 from rocm_serve.tokens.tokenizer import Tokenizer
+from rocm_serve.trace import tracing
 
 log = logging.getLogger("rocm_serve")
 
@@ -93,15 +94,10 @@ def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.
         leave_s = _LEAVE_S
         say_ready(resolved, url, limits)
 
-    core: CoreThread = run_core_in_thread(resolved, make_executor)
-    code = run(
-        make_client,
-        tokenizer,
-        ServerInfo.from_resolved(resolved),
-        sock,
-        on_ready=on_ready,
-    )
-    core.join(leave_s)
+    with tracing(resolved.trace, "core") as trace:
+        core: CoreThread = run_core_in_thread(resolved, make_executor, trace=trace)
+        code = run(make_client, tokenizer, ServerInfo.from_resolved(resolved), sock, on_ready=on_ready)
+        core.join(leave_s)
     if core.exit_code == EXIT_USER_ERROR:
         raise UserError(clients[0].error)
     return code

@@ -41,6 +41,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     op: dict[str, str] = {}  # op name, or "layers.N.op", -> provider
     seed: int = 0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    trace: str | None = None  # folder for one line per step of the core and of each rank
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,4 +78,5 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     torch_threads: int  # per worker
     run_dir: str  # sockets and logs of this run
     max_total_tokens: int | None = None  # a cap below what memory allows, or None
+    trace: str | None = None
     reasons: dict[str, str] = {}

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-import msgspec
-
 from rocm_serve.engine.scheduler import Scheduler
 from rocm_serve.errors import UserError
 from rocm_serve.executor.api import Executor, ExecutorFailed
@@ -31,6 +29,7 @@ from rocm_serve.messages import (
     Stats,
     ToCore,
 )
+from rocm_serve.trace import StepTrace
 from rocm_serve.types import FinishReason
 
 log = logging.getLogger(__name__)
@@ -50,17 +49,6 @@ class Link(Protocol):
     def receive(self, timeout_s: float) -> list[ToCore]: ...
 
     def send(self, message: FromCore) -> None: ...
-
-
-class StepTrace(msgspec.Struct, frozen=True, array_like=True):
-    """One finished step. Times are time.monotonic_ns()."""
-
-    seq: int
-    num_works: int
-    num_recurrent: int  # works with output rows
-    in_flight: int  # plans in flight when it was submitted, itself included
-    submitted_ns: int
-    committed_ns: int
 
 
 class EngineCore:

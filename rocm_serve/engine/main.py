@@ -12,33 +12,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 import msgspec
 
 from rocm_serve.config.schema import Resolved
-from rocm_serve.engine.core import EngineCore, StepTrace
+from rocm_serve.engine.core import EngineCore
 from rocm_serve.engine.link import CoreLink
 from rocm_serve.executor.multiproc import MultiprocExecutor
 from rocm_serve.lifeline import die_with_parent
+from rocm_serve.trace import StepTrace, tracing
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-def trace_writer(file: IO[bytes]) -> Callable[[StepTrace], None]:
-    """Write each step as one JSON array per line."""
-    encoder = msgspec.json.Encoder()
-
-    def write(step: StepTrace) -> None:
-        file.write(encoder.encode(step) + b"\n")
-        file.flush()
-
-    return write
-
-
-def read_trace(path: Path) -> list[StepTrace]:
-    """Read back what `--trace` wrote."""
-    return [msgspec.json.decode(line, type=StepTrace) for line in path.read_bytes().splitlines()]
 
 
 def serve(resolved: Resolved, trace: Callable[[StepTrace], None] | None) -> int:
@@ -60,15 +44,12 @@ def serve(resolved: Resolved, trace: Callable[[StepTrace], None] | None) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rocm_serve.engine.main", description="The engine core.")
     parser.add_argument("--resolved", type=Path, required=True, help="JSON of the resolved configuration")
-    parser.add_argument("--trace", type=Path, help="append one line per step: seq, works, ..., submitted, committed")
     args = parser.parse_args(argv)
     resolved = msgspec.json.decode(args.resolved.read_bytes(), type=Resolved)
     logging.basicConfig(level=resolved.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
     die_with_parent()
-    if args.trace is None:
-        return serve(resolved, None)
-    with args.trace.open("ab") as file:
-        return serve(resolved, trace_writer(file))
+    with tracing(resolved.trace, "core") as trace:
+        return serve(resolved, trace)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable
 
 from rocm_serve.config.schema import Resolved
-from rocm_serve.engine.core import EXIT_FAILED, EXIT_WISH, EngineCore, StepTrace
+from rocm_serve.engine.core import EXIT_FAILED, EXIT_WISH, EngineCore
 from rocm_serve.engine.link import CoreLink
 from rocm_serve.errors import UserError
 from rocm_serve.executor.api import Executor
 from rocm_serve.messages import CoreFailed
+from rocm_serve.trace import StepTrace
 
 
 class CoreThread(threading.Thread):

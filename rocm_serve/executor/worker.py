@@ -6,7 +6,9 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from rocm_serve.messages import (
 )
 from rocm_serve.parallel.groups import Groups, leave_groups, make_groups
 from rocm_serve.parallel.mesh import Mesh
+from rocm_serve.trace import StageTrace, tracing
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class StageLoop:
     receiver: Receiver | None
     sender: Sender | None
     link: WorkerLink
+    trace: Callable[[StageTrace], None] | None = None
     step: int = -1  # plan that runs now, for the failure report
 
     def warm_up(self, plans: list[Plan]) -> None:
@@ -80,13 +84,16 @@ class StageLoop:
         return self.receiver.post(self.runner.rows(plan)) if self.receiver is not None and plan.work else None
 
     def _run(self, plan: Plan, arrival: Arrival | None) -> StepResult | None:
-        out = self.runner.step(plan, None if arrival is None else arrival.wait())
-        if isinstance(out, StepResult):
-            return out
-        if plan.work:
-            assert self.sender is not None
+        hidden_TH = None if arrival is None else arrival.wait()
+        started_ns = time.monotonic_ns()
+        out = self.runner.step(plan, hidden_TH)
+        result = out if isinstance(out, StepResult) else None
+        if result is None and plan.work:
+            assert self.sender is not None and isinstance(out, torch.Tensor)
             self.sender.send(out)
-        return None
+        if self.trace is not None and plan.seq == self.step:  # warm-up is not traced
+            self.trace(StageTrace(plan.seq, len(plan.work), started_ns, time.monotonic_ns()))
+        return result
 
 
 class Worker:
@@ -130,7 +137,8 @@ class Worker:
         self._loop.warm_up(list(warm_up_plans(resolved.page_size, resolved.max_model_len)))
         self.link.send(WorkerReady(coord.rank))
         self._enter("serving")
-        self._loop.serve()
+        with tracing(resolved.trace, f"rank-{coord.rank}") as self._loop.trace:
+            self._loop.serve()
         leave_groups()
 
     def _edges(self, groups: Groups, stage: LoadedStage) -> tuple[Receiver | None, Sender | None]:

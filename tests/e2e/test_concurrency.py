@@ -7,11 +7,13 @@ import json
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from rocm_serve.trace import StageTrace, StepTrace, read_trace
 from tests.e2e.harness import Server
 
 pytestmark = pytest.mark.multirank
@@ -116,3 +118,34 @@ def test_64_mixed_requests_have_the_bits_of_their_alone_runs(server_of: Callable
                 assert ours == "".join(choice["text"] for choice in expected), f"request {i}, streamed"
             elif i not in given_up:
                 assert ours == expected, f"request {i}"
+
+
+def busy_in_both(stages: list[list[StageTrace]], seqs: range) -> int:
+    """Count steps of the last stage during which the first stage computed another one."""
+    first, last = stages
+    spans = [(step.seq, step.started_ns, step.ended_ns) for step in first]
+    return sum(
+        any(seq != step.seq and start < step.ended_ns and step.started_ns < end for seq, start, end in spans)
+        for step in last
+        if step.seq in seqs
+    )
+
+
+@pytest.mark.timeout(600)
+def test_32_decoding_requests_keep_both_stages_busy(server_of: Callable[..., Server], tmp_path: Path) -> None:
+    """A trace of every step: plans of 16 +- 1, and the stages work on two of them at the same time."""
+    new_tokens = 40
+    with server_of("text-fp8", "--pp", 2, "--dtype", "float32", "--max-model-len", 256, "--trace", tmp_path) as server:
+        prompts = [[i, i + 1, i + 2] for i in range(32)]
+        answer = server.complete(prompt=prompts, max_tokens=new_tokens, temperature=0, ignore_eos=True)
+        assert len(answer["choices"]) == 32
+    steps = read_trace(tmp_path / "core.jsonl", StepTrace)
+    decoding = [step for step in steps if step.num_recurrent == step.num_works]
+    assert sum(step.num_works for step in decoding) >= 32 * (new_tokens - 2)
+    full = decoding[2:-2]  # the first prompts and the last tokens do not come in pairs
+    assert {step.num_works for step in full} <= {15, 16, 17}
+    stages = [read_trace(tmp_path / f"rank-{rank}.jsonl", StageTrace) for rank in (0, 1)]
+    overlapping = busy_in_both(stages, range(full[0].seq, full[-1].seq + 1))
+    rows = sorted({step.num_works for step in full})
+    print(f"{len(full)} decode steps of {rows} rows; both stages busy in {overlapping}")
+    assert overlapping >= len(full) / 2

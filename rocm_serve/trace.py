@@ -1,0 +1,64 @@
+"""Step traces: what each step held and when, one JSON array a line. A leaf.
+
+Times are time.monotonic_ns(), which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TypeVar
+
+import msgspec
+
+
+class StepTrace(msgspec.Struct, frozen=True, array_like=True):
+    """One finished step, as the core sees it."""
+
+    seq: int
+    num_works: int
+    num_recurrent: int  # works with output rows
+    in_flight: int  # plans in flight when it was submitted, itself included
+    submitted_ns: int
+    committed_ns: int
+
+
+class StageTrace(msgspec.Struct, frozen=True, array_like=True):
+    """One step on one rank: from its rows being there to its own rows, or its result, being on their way."""
+
+    seq: int
+    num_works: int
+    started_ns: int
+    ended_ns: int
+
+
+Step = TypeVar("Step", StepTrace, StageTrace)
+
+
+def trace_writer(file: IO[bytes]) -> Callable[[StepTrace | StageTrace], None]:
+    """Return a function that appends one step to `file`."""
+    encoder = msgspec.json.Encoder()
+
+    def write(step: StepTrace | StageTrace) -> None:
+        file.write(encoder.encode(step) + b"\n")
+        file.flush()
+
+    return write
+
+
+@contextmanager
+def tracing(folder: str | None, name: str) -> Iterator[Callable[[StepTrace | StageTrace], None] | None]:
+    """Open `folder/name.jsonl` for the steps of one process; yields None when no folder is given."""
+    if folder is None:
+        yield None
+        return
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / f"{name}.jsonl").open("wb") as file:
+        yield trace_writer(file)
+
+
+def read_trace(path: Path, kind: type[Step]) -> list[Step]:
+    """Read back one file."""
+    return [msgspec.json.decode(line, type=kind) for line in path.read_bytes().splitlines()]
