@@ -102,6 +102,9 @@ def sampling_params(body: SamplingFields, checker: Checker) -> SamplingParams:
     """Return what all choices of a request share; max_tokens, seed, choice and log-probs are set per choice."""
     checker.check_ids(body.stop_token_ids, "stop_token_ids")
     checker.check_ids(tuple(body.logit_bias), "logit_bias")
+    end_ids = {*body.stop_token_ids, *(() if body.ignore_eos else checker.info.eos_token_ids)}
+    if body.min_tokens and len(end_ids) >= checker.info.vocab_used:  # masked until then, and nothing else is left
+        raise bad_request("stop_token_ids names every token: none is left for min_tokens", "stop_token_ids")
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
     if temperature < GREEDY_BELOW or top_p == 0:  # only the best token is left

@@ -110,6 +110,18 @@ BAD_PROMPTS: list[Any] = [
 ]
 
 
+def test_end_tokens_that_leave_nothing_to_make_are_refused() -> None:
+    """They are masked until min_tokens are out; a row with every id masked would end the engine for all."""
+
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        body = {"prompt": "x", "max_tokens": 2, "stop_token_ids": list(range(VOCAB))}
+        refused = await client.post("/v1/completions", json=body | {"min_tokens": 1})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "stop_token_ids"
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+    with_client(talk)
+
+
 @pytest.mark.parametrize(("name", "value"), BAD_FIELDS, ids=lambda value: ascii(value)[:30])
 def test_a_bad_field_is_a_400_that_names_it(name: str, value: Any) -> None:
     async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
