@@ -47,6 +47,10 @@ class Reference:
         """Return log-probs [T, V] of one causal prefill, in float64 from float32 logits."""
         return self._forward(ids, None)
 
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return the raw logits [T, V] of one causal prefill, in float64."""
+        return self._logits(ids, None)
+
     def stepwise(self, ids: Sequence[int]) -> torch.Tensor:
         """Return the same computed token by token with the cache."""
         cache = DynamicCache(config=self._model.config)
@@ -75,12 +79,15 @@ class Reference:
             row = self._forward(decoded.tokens[-1:], cache)[-1]
         return decoded
 
-    @torch.inference_mode()
     def _forward(self, ids: Sequence[int], cache: DynamicCache | None) -> torch.Tensor:
+        return torch.log_softmax(self._logits(ids, cache), -1)
+
+    @torch.inference_mode()
+    def _logits(self, ids: Sequence[int], cache: DynamicCache | None) -> torch.Tensor:
         self._router_logits.clear()
         with _one_thread():
             logits = self._model(torch.tensor([list(ids)]), cache=cache, use_cache=cache is not None).logits
-        return torch.log_softmax(logits[0].double(), -1)
+        return logits[0].double()
 
     def _least_router_gap(self, last_row: bool = False) -> float:
         gaps = [float("inf")]
