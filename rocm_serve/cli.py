@@ -63,7 +63,8 @@ def serve(
     max_model_len: Annotated[Number, _flag("max_model_len", "Longest sequence; else what the model allows.")] = None,
     max_total_tokens: Annotated[Number, _flag("max_total_tokens", "Cap on cached tokens of all requests.")] = None,
     mem_fraction: Annotated[
-        float | None, _flag("mem_fraction", "Share of GPU memory (CPU: of free RAM, over all workers) to use.")
+        float | None,
+        _flag("mem_fraction", "Share of GPU memory (else 0.9; CPU: of free RAM over all workers, else 0.5)."),
     ] = None,
     load_format: Annotated[Text, _flag("load_format", "dummy: random weights, nothing is read.")] = None,
     enforce_eager: Annotated[bool | None, typer.Option("--enforce-eager", help="No device graphs.")] = None,

@@ -17,6 +17,8 @@ from rocm_serve.platform.facts import Platform
 MAX_PORT = 65535
 MAX_PAGE_SIZE = 256
 MAX_SEED = 2**63 - 1
+GPU_MEM_FRACTION = 0.9  # the rest is for communicators, device graphs and the driver
+CPU_MEM_FRACTION = 0.5
 _LAYER_OP = re.compile(r"layers\.(\d+)\.")
 
 
@@ -34,7 +36,7 @@ def check_wishes(config: ServeConfig) -> None:
             _within(config, field, 1, None)
     if config.page_size > MAX_PAGE_SIZE or config.page_size & (config.page_size - 1):
         raise UserError(f"--page-size {config.page_size}: legal: powers of two from 1 to {MAX_PAGE_SIZE}")
-    if not 0 < config.mem_fraction <= 1:
+    if config.mem_fraction is not None and not 0 < config.mem_fraction <= 1:
         raise UserError(f"--mem-fraction {config.mem_fraction}: legal: above 0, up to 1")
     if not config.model:
         raise UserError("--model is empty; legal: the folder of a checkpoint")
@@ -112,6 +114,7 @@ def resolve(
         "dtype": dtype,
         "kv_cache_dtype": _kv_dtype(config, dtype, reasons),
         "max_model_len": _max_model_len(config, facts, reasons),
+        "mem_fraction": _mem_fraction(config, device, reasons),
         "vocab_size": facts.vocab_size,
         "vocab_used": vocab_used,
         "eos_token_ids": facts.eos_token_ids,
@@ -170,6 +173,16 @@ def _max_model_len(config: ServeConfig, facts: ModelFacts, reasons: dict[str, st
     if config.max_model_len > facts.max_position:
         raise UserError(f"--max-model-len {config.max_model_len}: the model allows 1..{facts.max_position} positions")
     return config.max_model_len
+
+
+def _mem_fraction(config: ServeConfig, device: DeviceName, reasons: dict[str, str]) -> float:
+    if config.mem_fraction is not None:
+        return config.mem_fraction
+    if device == "cpu":
+        reasons["mem_fraction"] = "auto: half of the free RAM, which other programs want too"
+        return CPU_MEM_FRACTION
+    reasons["mem_fraction"] = "auto: the rest of a GPU is for communicators, graphs and the driver"
+    return GPU_MEM_FRACTION
 
 
 def _dist_init_addr(config: ServeConfig, workers: int, free_port: Callable[[], int], reasons: dict[str, str]) -> str:

@@ -35,7 +35,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_queued_requests: int = 4096
     max_model_len: int | None = None  # None: what the model allows
     max_total_tokens: int | None = None  # tokens the KV pages may hold over all requests; None: what memory allows
-    mem_fraction: float = 0.5
+    mem_fraction: float | None = None  # None: 0.9 of a GPU's memory, 0.5 of free RAM
     load_format: Literal["auto", "dummy"] = "auto"
     enforce_eager: bool = False
     op: dict[str, str] = {}  # op name, or "layers.N.op", -> provider

@@ -72,6 +72,12 @@ def test_on_a_gpu_auto_means_what_the_checkpoint_asks_for(facts: ModelFacts) -> 
     assert (out.device, out.dtype, out.kv_cache_dtype) == ("rocm", "bfloat16", "bfloat16")
 
 
+def test_memory_is_shared_on_a_cpu_and_nearly_all_taken_on_a_gpu(facts: ModelFacts) -> None:
+    assert resolved(facts).mem_fraction == 0.5
+    assert resolved(facts, MI300X).mem_fraction == 0.9
+    assert resolved(facts, MI300X, mem_fraction=0.95).mem_fraction == 0.95
+
+
 def test_the_cache_follows_a_dtype_that_was_asked_for(facts: ModelFacts) -> None:
     assert resolved(facts, dtype="bfloat16").kv_cache_dtype == "bfloat16"
     assert resolved(facts, dtype="bfloat16", kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8_e4m3"
@@ -85,6 +91,7 @@ def test_every_decided_value_has_a_reason_and_no_asked_one_has(facts: ModelFacts
         "dtype",
         "kv_cache_dtype",
         "max_model_len",
+        "mem_fraction",
         "dist_init_addr",
         "torch_threads",
     }
@@ -95,6 +102,7 @@ def test_every_decided_value_has_a_reason_and_no_asked_one_has(facts: ModelFacts
         dtype="float32",
         kv_cache_dtype="float32",
         max_model_len=99,
+        mem_fraction=0.5,
         dist_init_addr="h:1",
     )
     assert set(asked.reasons) == {"torch_threads"}
