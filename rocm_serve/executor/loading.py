@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_serve.cache.allocate import KV_DTYPES, allocate_stage_cache
+from rocm_serve.cache.allocate import KV_DTYPES, allocate_stage_cache, cache_bytes
 from rocm_serve.checkpoint.ledger import stage_catalogue
 from rocm_serve.checkpoint.load import Progress, dummy_fill, load_stage
 from rocm_serve.checkpoint.reader import CheckpointReader, read_config
@@ -18,6 +18,7 @@ from rocm_serve.executor.runner import StageModel, StageRunner
 from rocm_serve.executor.sampler import Sampler
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, parse_config, stage_params
 from rocm_serve.models.registry import build_model
+from rocm_serve.ops.batch import StageCache
 from rocm_serve.ops.bind import bind_ops
 from rocm_serve.parallel.comm import Comm
 from rocm_serve.parallel.layout import Param
@@ -40,7 +41,8 @@ class LoadedStage:
     comm: Comm
     device: torch.device
     dtype: torch.dtype
-    weight_bytes: int
+    weight_bytes: int  # planned, from the parameter table
+    held_bytes: int  # of the model's tensors, as they came out of `prepare`
     cache_bytes: int  # what is left for pages and slots
 
     @property
@@ -61,6 +63,9 @@ class LoadedStage:
             conv_dtype=self.dtype,
             device=self.device,
         )
+        planned = num_pages * self.page_bytes + (num_slots + 1) * self.slot_bytes
+        allocated = self._allocated_bytes(cache)
+        log.info("%s", memory.planned_and_allocated(self.coord.rank, self.weight_bytes, planned, allocated))
         return StageRunner(
             model=self.model,
             coord=self.coord,
@@ -70,6 +75,12 @@ class LoadedStage:
             device=self.device,
             row_multiple=memory.row_multiple(self.resolved),
         )
+
+    def _allocated_bytes(self, cache: StageCache) -> int:
+        """Ask torch what it has taken of the GPU; on a CPU, count the tensors."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        return self.held_bytes + cache_bytes(cache)
 
     def _sampler(self) -> Sampler:
         rows, ranks = self.facts.vocab_size, self.comm.size
@@ -110,15 +121,15 @@ def load_stage_model(resolved: Resolved, coord: Coord, comm: Comm) -> LoadedStag
         "rank %d: weights %s, one step up to %s, %s left for caches",
         *(coord.rank, memory.human(weights), memory.human(step), memory.human(caches)),
     )
-    return LoadedStage(resolved, coord, facts, model, comm, device, dtype, weights, caches)
+    held = sum(tensor.nbytes for tensor in model.state_dict().values())
+    return LoadedStage(resolved, coord, facts, model, comm, device, dtype, weights, held, caches)
 
 
 def device_of(resolved: Resolved, coord: Coord) -> torch.device:
     """Say which device a rank computes on: the ranks of one host take its GPUs in order."""
     if resolved.device == "cpu":
         return torch.device("cpu")
-    per_node = coord.mesh.world // resolved.nnodes
-    device = torch.device("cuda", coord.rank % per_node)
+    device = torch.device("cuda", resolved.first_device + coord.rank - resolved.local_ranks.start)
     torch.cuda.set_device(device)
     return device
 
@@ -128,7 +139,7 @@ def _allowed_bytes(resolved: Resolved, device: torch.device) -> int:
     if device.type == "cpu":
         return memory.cpu_memory(free_ram_bytes(), resolved)
     free, total = free_device_bytes(device.index)
-    return int(total * resolved.mem_fraction) - (total - free)
+    return memory.gpu_memory(total, free, resolved)
 
 
 def _fill(

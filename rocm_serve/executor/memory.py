@@ -8,16 +8,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
+import msgspec
+
 from rocm_serve.cache.layout import CACHE_ITEMSIZE, StageLayout, stage_layout
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
 from rocm_serve.messages import EffectiveLimits, WorkerLoaded
-from rocm_serve.models.qwen3_5.spec import ModelFacts
+from rocm_serve.models.qwen3_5.spec import ModelFacts, stage_layers
 from rocm_serve.parallel.layout import Param, local_bytes, local_shape
 from rocm_serve.parallel.mesh import Coord, Mesh
 
 CPU_ROW_MULTIPLE = 32  # with rows padded to this, CPU GEMMs give a row the same bits in every batch
 SCORED_ROWS = 256  # prompt rows whose logits exist at one time (sampler.SLICE_ROWS)
+
+# Estimates of what lies outside torch's allocator; nothing but a GPU can tell. Per channel and connection NCCL and RCCL
+# hold a Simple buffer (NCCL_BUFFSIZE, 4 MiB) and those of LL and LL128 (about 2 MiB). An all-reduce keeps four
+# connections a channel (ring and tree), a send or receive one.
+CHANNELS = 32
+CONNECTION_BYTES = 6 << 20
+ALL_REDUCE_CONNECTIONS = 4
+RUNTIME_BYTES = 1 << 30  # driver context, loaded code objects and BLAS workspaces, there before the first weight
+GRAPH_NODE_BYTES = 4096
+GRAPH_NODES_OF_LAYER = 24
 
 
 def row_multiple(resolved: Resolved) -> int:
@@ -63,7 +75,8 @@ def step_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, res
 
     Rows: `chunked_prefill_size` of them, each with a few streams of the hidden size and the widest inner layer in
     float32. The last stage adds the logits of every running request and of one slice of scored prompt rows, with
-    the copies that sorting them takes. In bfloat16 the CPU's linear layers hold one weight in float32.
+    the copies that sorting them takes. In bfloat16 the CPU's linear layers hold one weight in float32. Rows on their
+    way between stages come on top: `pp + 1` messages that leave, `pp` that were asked for.
     """
     tp, tp_rank = coord.mesh.tp, coord.tp_rank
     shapes = [local_shape(p, tp, tp_rank) for name, p in params.items() if not name.endswith("embed_tokens.weight")]
@@ -76,13 +89,49 @@ def step_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, res
         total += (3 * padded(resolved.max_running_requests, CPU_ROW_MULTIPLE) + 2 * SCORED_ROWS) * vocab_local * 4
     if resolved.device == "cpu" and resolved.dtype == "bfloat16":
         total += 4 * max((prod(s[-2:]) for s in matrices), default=0)
-    return total
+    pp = coord.mesh.pp
+    messages = (0 if coord.last_stage else pp + 1) + (0 if coord.first_stage else pp)
+    return total + messages * rows * facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
+
+
+def communicator_bytes(coord: Coord, resolved: Resolved) -> int:
+    """Estimate what RCCL or NCCL holds on this rank: its stage's all-reduce, and one communicator for each edge."""
+    if resolved.device == "cpu":
+        return 0
+    mesh = coord.mesh
+    edges = (not coord.first_stage) + (not coord.last_stage)
+    connections = (ALL_REDUCE_CONNECTIONS if mesh.tp > 1 else 0) + edges
+    return connections * CHANNELS * CONNECTION_BYTES
+
+
+def graph_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
+    """Estimate device graphs of decode steps: one pool for the largest, and the nodes of one graph per power of two."""
+    if resolved.device == "cpu" or resolved.enforce_eager:
+        return 0
+    decode = msgspec.structs.replace(resolved, chunked_prefill_size=0)
+    graphs = resolved.max_running_requests.bit_length()
+    nodes = GRAPH_NODES_OF_LAYER * len(stage_layers(facts, coord))
+    return step_bytes(params, facts, coord, decode) + graphs * nodes * GRAPH_NODE_BYTES
+
+
+def gpu_memory(total_bytes: int, free_bytes: int, resolved: Resolved) -> int:
+    """Bytes that one worker may use of its GPU, seen before it has taken any."""
+    return int(total_bytes * resolved.mem_fraction) - (total_bytes - free_bytes)
 
 
 def cpu_memory(free_bytes: int, resolved: Resolved) -> int:
     """Share of free RAM that one worker may use in all."""
     local_workers = resolved.tp * resolved.pp // resolved.nnodes
     return int(free_bytes * resolved.mem_fraction) // max(1, local_workers)
+
+
+def planned_and_allocated(rank: int, weights: int, caches: int, allocated: int) -> str:
+    """Say in one line what a rank was planned to hold and what it holds."""
+    planned = weights + caches
+    return (
+        f"rank {rank}: planned {human(planned)} (weights {human(weights)}, caches {human(caches)}),"
+        f" allocated {human(allocated)} ({(allocated - planned) / planned:+.2%})"
+    )
 
 
 def bytes_for_caches(rank: int, allowed: int, weights: int, step: int) -> int:
