@@ -49,10 +49,13 @@ def serve(
     tp: Annotated[Number, _flag("tp", "Tensor-parallel ranks of a stage.")] = None,
     pp: Annotated[Number, _flag("pp", "Pipeline stages.")] = None,
     ep: Annotated[Number, _flag("ep", "Expert-parallel ranks; above 1 is refused until that path lands.")] = None,
-    nnodes: Annotated[Number, _flag("nnodes", "Hosts; above 1 is refused until that path lands.")] = None,
-    node_rank: Annotated[Number, _flag("node_rank", "This host's place among them.")] = None,
-    dist_init_addr: Annotated[Text, _flag("dist_init_addr", "HOST:PORT where the ranks meet.")] = None,
+    nnodes: Annotated[Number, _flag("nnodes", "Hosts; start the same command on each.")] = None,
+    node_rank: Annotated[Number, _flag("node_rank", "This host's place among them; 0 has the HTTP server.")] = None,
+    dist_init_addr: Annotated[Text, _flag("dist_init_addr", "HOST:PORT of node 0; PORT..PORT+3 are used.")] = None,
     dist_timeout: Annotated[Number, _flag("dist_timeout", "Seconds that ranks wait for each other.")] = None,
+    watchdog_timeout: Annotated[
+        Number, _flag("watchdog_timeout", "Seconds without progress; then a rank is dead.")
+    ] = None,
     device: Annotated[Text, _flag("device", "Where the model runs.")] = None,
     dtype: Annotated[Text, _flag("dtype", "Of activations and of weights that are not FP8.")] = None,
     kv_cache_dtype: Annotated[Text, _flag("kv_cache_dtype", "Of cached keys and values.")] = None,

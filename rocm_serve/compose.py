@@ -17,6 +17,7 @@ from rich.console import Console
 from rocm_serve.checkpoint.ledger import validate
 from rocm_serve.checkpoint.reader import CheckpointReader, read_config
 from rocm_serve.config import load
+from rocm_serve.config.launcher import membership
 from rocm_serve.config.resolve import check_wishes, resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
 from rocm_serve.engine.client import EngineClient
@@ -48,6 +49,7 @@ def serve(config: ServeConfig) -> int:
     Errors: UserError, one line, before any big read wherever headers and configuration can tell.
     """
     check_wishes(config)
+    membership(config, load.environment())
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     with run_directory() as keep, contextlib.closing(bind(config.host, config.port)) as sock:
         resolved, tokenizer = prepare(config, keep.path)
@@ -63,7 +65,14 @@ def prepare(config: ServeConfig, run_dir: Path) -> tuple[Resolved, Tokenizer]:
     tokenizer = Tokenizer.from_dir(config.model)
     platform = probe.probe(config.device)
     resolved = resolve(
-        config, facts, platform, vocab_used=tokenizer.vocab_used, run_dir=str(run_dir), free_port=probe.free_port
+        config,
+        facts,
+        platform,
+        vocab_used=tokenizer.vocab_used,
+        run_dir=str(run_dir),
+        free_port=probe.free_port,
+        environ=load.environment(),
+        find_network=probe.find_network,
     )
     if resolved.load_format == "auto":
         with CheckpointReader(resolved.model) as reader:

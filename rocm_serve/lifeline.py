@@ -1,13 +1,29 @@
-"""How a child process learns that its parent is gone. A leaf: standard library only."""
+"""How a process is watched from outside: it dies with its parent, and shows its stacks when asked.
+
+A leaf: standard library only.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import stat
 import threading
 
 _STDIN = 0
+_STDERR = 2
 _EXIT_CODE = 1
+STACKS_SIGNAL = signal.SIGUSR1
+
+
+def show_stacks_on_signal() -> None:
+    """Write the stacks of all threads to this process's log (standard error) on every SIGUSR1, and on a crash.
+
+    The handler is in C: it answers also while a thread is stuck in a library with the interpreter's lock in hand.
+    """
+    faulthandler.enable(file=_STDERR)
+    faulthandler.register(STACKS_SIGNAL, file=_STDERR, all_threads=True)
 
 
 def die_with_parent() -> None:

@@ -1,6 +1,6 @@
 """Everything that crosses a process boundary: msgspec structs, msgpack on the wire, one version for all. No pickle.
 
-Three links: server <-> core, core -> workers (plans), workers -> core (results and life signs).
+Four links: server <-> core, core -> workers (plans), workers -> core (results), supervisor <-> supervisor (control).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 
 from rocm_serve.types import FinishReason, SamplingParams, TokenLogprob
 
-WIRE_VERSION = 1  # raised with every change of a struct below; both ends compare it before anything else
+WIRE_VERSION = 2  # raised with every change of a struct below; both ends compare it before anything else
 
 
 # --- server -> core -------------------------------------------------------------------------------------------------
@@ -208,3 +208,70 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 FromWorker = WorkerLoaded | WorkerReady | WorkerFailed | StepResult
+
+
+# --- supervisor <-> supervisor ----------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """First word of member `member` to member 0, and member 0's answer once all are there: start your ranks.
+
+    `checks` holds what must be equal on all members, by name. `address` and `port`: a listening socket of the
+    sender's, for member 0 to see that it can be reached.
+    """
+
+    member: int
+    checks: dict[str, str]
+    address: str = ""
+    port: int = 0
+
+
+class RankBeat(msgspec.Struct, frozen=True, array_like=True):
+    """Where one rank is. `count` grows with every sign of progress; `owes` says that some is due at any time.
+
+    `waiting`: it waits for another rank, so it is not to blame for making none. `step` is the last plan it began.
+    """
+
+    rank: int
+    count: int
+    phase: str
+    step: int
+    layer: int
+    owes: bool
+    waiting: bool
+    stopped: bool  # by a signal, as the operating system says
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """I live, and this is what my ranks do. From both ends, every half second."""
+
+    ranks: tuple[RankBeat, ...] = ()
+
+
+class DumpStacks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From member 0: have these ranks write their stacks, and send them."""
+
+    ranks: tuple[int, ...]
+
+
+class Stacks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    rank: int
+    text: str
+
+
+class GroupDown(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """It is over, for this reason: end your ranks and leave with `exit_code`."""
+
+    error: str
+    exit_code: int
+
+
+class AskToStop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """To member 0: somebody wishes an orderly end."""
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """From member 0: drained, an orderly end; your ranks leave by themselves."""
+
+
+ControlMessage = Hello | Beat | DumpStacks | Stacks | GroupDown | AskToStop | Leave

@@ -72,7 +72,7 @@ def test_every_command_has_help(here: Callable[..., Run], command: str) -> None:
         (["--model", "no/such/dir"], ["no/such/dir", "config.json"]),
         (["--model", "x", "--device", "tpu"], ["--device 'tpu'", "auto, cpu, cuda, rocm"]),
         (["--model", "x", "--ep", "2"], ["--ep 2", "legal: 1"]),
-        (["--model", "x", "--nnodes", "2"], ["--nnodes 2", "legal: 1"]),
+        (["--model", "x", "--node-rank", "1"], ["--node-rank 1", "legal with --nnodes 1: 0"]),
         (["--model", "x", "--mem-fraction", "1.5"], ["--mem-fraction 1.5", "up to 1"]),
         (["--model", "x", "--op", "linear"], ["OP=PROVIDER"]),
         (["--model", "x", "--config", "absent.toml"], ["absent.toml", "No such file"]),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from rocm_serve.config.launcher import MAX_PORT, Membership, join_address, membership, split_address
 from rocm_serve.config.load import flag_name
 from rocm_serve.config.schema import DeviceName, DtypeName, KvDtypeName, Resolved, ServeConfig
 from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, stage_params
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform.facts import Platform
+from rocm_serve.platform.network import Network
 
-MAX_PORT = 65535
 MAX_PAGE_SIZE = 256
 MAX_SEED = 2**63 - 1
 GPU_MEM_FRACTION = 0.9  # the rest is for communicators, device graphs and the driver
@@ -29,7 +30,7 @@ def check_wishes(config: ServeConfig) -> None:
     """
     _within(config, "port", 0, MAX_PORT)
     _within(config, "seed", 0, MAX_SEED)
-    for field in ("tp", "pp", "ep", "nnodes", "dist_timeout", "chunked_prefill_size", "page_size"):
+    for field in ("tp", "pp", "ep", "nnodes", "dist_timeout", "watchdog_timeout", "chunked_prefill_size", "page_size"):
         _within(config, field, 1, None)
     for field in ("max_running_requests", "max_queued_requests", "max_model_len", "max_total_tokens"):
         if getattr(config, field) is not None:
@@ -42,14 +43,8 @@ def check_wishes(config: ServeConfig) -> None:
         raise UserError("--model is empty; legal: the folder of a checkpoint")
     if config.ep > 1:
         raise UserError(f"--ep {config.ep} is refused until the expert-parallel path lands; legal: 1")
-    if config.nnodes > 1:
-        raise UserError(f"--nnodes {config.nnodes} is refused until serving over several hosts lands; legal: 1")
-    if config.node_rank != 0:
-        raise UserError(f"--node-rank {config.node_rank}: legal with --nnodes 1: 0")
     if config.dist_init_addr is not None:
-        host, colon, port = config.dist_init_addr.rpartition(":")
-        if not (host and colon and port.isdigit() and 0 < int(port) <= MAX_PORT):
-            raise UserError(f"--dist-init-addr {config.dist_init_addr!r}: legal: HOST:PORT, port 1..{MAX_PORT}")
+        split_address(config.dist_init_addr)
 
 
 def check_degrees(config: ServeConfig, facts: ModelFacts) -> None:
@@ -84,23 +79,32 @@ def resolve(
     vocab_used: int,
     run_dir: str,
     free_port: Callable[[], int],
+    environ: Mapping[str, str] | None = None,
+    find_network: Callable[[int, str, str | None], Network] | None = None,
 ) -> Resolved:
     """Decide everything that was left open.
 
     `vocab_used` is one above the highest id the tokenizer knows. `free_port` is asked only when the ranks of this
-    host need a place to meet and none was given.
+    host need a place to meet and none was given. `environ` may hold what a launcher has set; `find_network` (member,
+    host of --dist-init-addr, GLOO_SOCKET_IFNAME) is asked only when there are several members.
     Errors: UserError naming the flag and its legal values.
     """
     check_wishes(config)
     check_degrees(config, facts)
     check_ops(config, facts)
     reasons: dict[str, str] = {}
+    environ = environ or {}
+    place = membership(config, environ)
+    reasons |= place.reasons
     device = _device(config, platform, reasons)
-    workers = config.tp * config.pp
+    workers = config.tp * config.pp // place.nnodes
     if device != "cpu" and workers > platform.num_gpus:
+        legal = f"products up to {platform.num_gpus * place.nnodes}" + (
+            f" on {place.nnodes} such hosts" if place.nnodes > 1 else ""
+        )
         raise UserError(
-            f"--tp {config.tp} x --pp {config.pp} needs {workers} GPUs, this host has {platform.num_gpus};"
-            f" legal: products up to {platform.num_gpus}"
+            f"--tp {config.tp} x --pp {config.pp} needs {workers} GPUs{' a host' if place.nnodes > 1 else ''},"
+            f" this host has {platform.num_gpus}; legal: {legal}"
         )
     if not 0 < vocab_used <= facts.vocab_size:
         raise UserError(
@@ -109,7 +113,7 @@ def resolve(
     dtype = _dtype(config, facts, device, reasons)
     decided: dict[str, object] = {
         "served_model_name": _name(config, reasons),
-        "dist_init_addr": _dist_init_addr(config, workers, free_port, reasons),
+        **_where(config, place, environ, free_port, find_network, reasons),
         "device": device,
         "dtype": dtype,
         "kv_cache_dtype": _kv_dtype(config, dtype, reasons),
@@ -185,14 +189,41 @@ def _mem_fraction(config: ServeConfig, device: DeviceName, reasons: dict[str, st
     return GPU_MEM_FRACTION
 
 
-def _dist_init_addr(config: ServeConfig, workers: int, free_port: Callable[[], int], reasons: dict[str, str]) -> str:
-    if config.dist_init_addr is not None:
-        return config.dist_init_addr
-    if workers == 1:
+def _where(
+    config: ServeConfig,
+    place: Membership,
+    environ: Mapping[str, str],
+    free_port: Callable[[], int],
+    find_network: Callable[[int, str, str | None], Network] | None,
+    reasons: dict[str, str],
+) -> dict[str, object]:
+    """Decide where this process stands and where the ranks meet."""
+    where: dict[str, object] = {
+        "nnodes": place.nnodes,
+        "node_rank": place.node_rank,
+        "members": place.members,
+        "member": place.member,
+        "first_device": place.first_device,
+        "dist_init_addr": place.init_addr or "",
+    }
+    if place.members > 1:
+        assert place.init_addr is not None and find_network is not None
+        host, port = split_address(place.init_addr)
+        network = find_network(place.member, host, environ.get("GLOO_SOCKET_IFNAME"))
+        reasons.update(network.reasons)
+        if network.init_host != host:
+            reasons["dist_init_addr"] = f"{host} is {network.init_host}"
+        return where | {
+            "dist_init_addr": join_address(network.init_host, port),
+            "address": network.address,
+            "interface": network.interface,
+        }
+    if place.init_addr is None and config.tp * config.pp > 1:
+        reasons["dist_init_addr"] = "auto: all workers are on this host; a free port"
+        return where | {"dist_init_addr": f"127.0.0.1:{free_port()}"}
+    if place.init_addr is None:
         reasons["dist_init_addr"] = "one worker has nobody to meet"
-        return ""
-    reasons["dist_init_addr"] = "auto: all workers are on this host; a free port"
-    return f"127.0.0.1:{free_port()}"
+    return where
 
 
 def _threads(platform: Platform, workers: int, reasons: dict[str, str]) -> int:

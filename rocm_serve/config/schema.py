@@ -23,9 +23,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pp: int = 1
     ep: int = 1
     nnodes: int = 1
-    node_rank: int = 0
+    node_rank: int | None = None  # None: 0, or what the launcher says
     dist_init_addr: str | None = None
     dist_timeout: int = 600  # seconds
+    watchdog_timeout: int = 300  # seconds
     device: Auto | DeviceName = "auto"
     dtype: Auto | DtypeName = "auto"
     kv_cache_dtype: Auto | KvDtypeName = "auto"
@@ -56,7 +57,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     ep: int
     nnodes: int
     node_rank: int
-    dist_init_addr: str  # host:port of the store of torch.distributed
+    dist_init_addr: str  # host:port of the store of torch.distributed; with several members the host is a number
     dist_timeout: int
     device: DeviceName
     dtype: DtypeName
@@ -79,4 +80,16 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str  # sockets and logs of this run
     max_total_tokens: int | None = None  # a cap below what memory allows, or None
     trace: str | None = None
+    watchdog_timeout: int = 300  # a rank that owes progress and makes none for so long is dead
+    members: int = 1  # processes like this one: one per host, or per rank under torchrun
+    member: int = 0  # this one's place; 0 also runs core and HTTP server
+    first_device: int = 0  # GPU of this member's first rank
+    address: str = ""  # this member's, for the others; empty when there are none
+    interface: str = ""
     reasons: dict[str, str] = {}
+
+    @property
+    def local_ranks(self) -> range:
+        """Ranks that this member starts."""
+        each = self.tp * self.pp // self.members
+        return range(self.member * each, (self.member + 1) * each)

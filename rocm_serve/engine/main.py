@@ -18,8 +18,9 @@ import msgspec
 from rocm_serve.config.schema import Resolved
 from rocm_serve.engine.core import EngineCore
 from rocm_serve.engine.link import CoreLink
+from rocm_serve.executor.heartbeat import Heartbeat, heartbeat_file
 from rocm_serve.executor.multiproc import MultiprocExecutor
-from rocm_serve.lifeline import die_with_parent
+from rocm_serve.lifeline import die_with_parent, show_stacks_on_signal
 from rocm_serve.trace import StepTrace, tracing
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -28,7 +29,8 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def serve(resolved: Resolved, trace: Callable[[StepTrace], None] | None) -> int:
     """Run the core of this configuration until it ends; return its exit code."""
     link = CoreLink(resolved.run_dir)
-    core = EngineCore(MultiprocExecutor(resolved), link, trace=trace)
+    heartbeat = Heartbeat(heartbeat_file(resolved.run_dir, "core"))
+    core = EngineCore(MultiprocExecutor(resolved, heartbeat), link, trace=trace)
 
     def drain(signum: int, frame: FrameType | None) -> None:
         core.drain()
@@ -47,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     resolved = msgspec.json.decode(args.resolved.read_bytes(), type=Resolved)
     logging.basicConfig(level=resolved.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
+    show_stacks_on_signal()
     die_with_parent()
     with tracing(resolved.trace, "core") as trace:
         return serve(resolved, trace)

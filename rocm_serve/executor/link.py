@@ -3,33 +3,54 @@
 Plain PUB/SUB loses what is sent before a subscriber has joined and what overflows a queue; here subscriptions are
 counted before the first message, and queues are unbounded. A worker also subscribes to a topic of its own, so that
 the core learns from the transport which rank came and which one went.
+
+With one member the channels are sockets in the run's folder; with several they are TCP on member 0's address, on the
+two ports after that of --dist-init-addr.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import zmq
 
+from rocm_serve.config.launcher import join_address, split_address
+from rocm_serve.config.schema import Resolved
 from rocm_serve.messages import FromWorker, ToWorker
 
 _RANK_TOPIC = b"\xffrank:"
 _JOINED = 1  # first byte of what XPUB reads; 0 is a leave
+_PLANS_PORT = 1  # after that of the store
+_NEWS_PORT = 2
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
-def plans_address(run_dir: str) -> str:
-    """Say where plans are published. The one address policy: one host, ipc."""
-    return _ipc(run_dir, "plans.sock")
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Where plans are published and where workers report."""
+
+    plans: str
+    news: str
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(Path(one.removeprefix("ipc://")) for one in (self.plans, self.news) if one.startswith("ipc://"))
 
 
-def news_address(run_dir: str) -> str:
-    """Say where workers report."""
-    return _ipc(run_dir, "news.sock")
+def channels(resolved: Resolved) -> Channels:
+    """Say where core and workers of this configuration meet."""
+    if resolved.members == 1:
+        return Channels(_ipc(resolved.run_dir, "plans.sock"), _ipc(resolved.run_dir, "news.sock"))
+    host, port = split_address(resolved.dist_init_addr)
+    return Channels(
+        f"tcp://{join_address(host, port + _PLANS_PORT)}",
+        f"tcp://{join_address(host, port + _NEWS_PORT)}",
+    )
 
 
 def _ipc(run_dir: str, name: str) -> str:
@@ -38,20 +59,26 @@ def _ipc(run_dir: str, name: str) -> str:
     return f"ipc://{path}"
 
 
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    if address.startswith("tcp://["):
+        socket.setsockopt(zmq.IPV6, 1)
+    return socket
+
+
 class CoreLink:
     """The core's ends: binds both channels. Use from one thread."""
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, where: Channels) -> None:
         self._context = zmq.Context()
-        self._plans = self._context.socket(zmq.XPUB)
+        self._where = where
+        self._plans = _socket(self._context, zmq.XPUB, where.plans)
         self._plans.setsockopt(zmq.XPUB_VERBOSER, 1)  # every join and leave, also when topics are shared
-        self._plans.setsockopt(zmq.SNDHWM, 0)
-        self._plans.setsockopt(zmq.RCVHWM, 0)
-        self._addresses = plans_address(run_dir), news_address(run_dir)
-        self._plans.bind(self._addresses[0])
-        self._news = self._context.socket(zmq.PULL)
-        self._news.setsockopt(zmq.RCVHWM, 0)
-        self._news.bind(self._addresses[1])
+        self._plans.bind(where.plans)
+        self._news = _socket(self._context, zmq.PULL, where.news)
+        self._news.bind(where.news)
         self._poller = zmq.Poller()
         self._poller.register(self._plans, zmq.POLLIN)
         self._poller.register(self._news, zmq.POLLIN)
@@ -83,23 +110,21 @@ class CoreLink:
     def close(self) -> None:
         """Close both channels; what was published is still delivered to live workers, for at most a second."""
         self._context.destroy(linger=1000)
-        for address in self._addresses:
-            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        for path in self._where.files:
+            path.unlink(missing_ok=True)
 
 
 class WorkerLink:
     """A worker's ends of the same channels."""
 
-    def __init__(self, run_dir: str, rank: int) -> None:
+    def __init__(self, where: Channels, rank: int) -> None:
         self._context = zmq.Context()
-        self._news = self._context.socket(zmq.PUSH)
-        self._news.setsockopt(zmq.SNDHWM, 0)
-        self._news.connect(news_address(run_dir))
-        self._plans = self._context.socket(zmq.SUB)
-        self._plans.setsockopt(zmq.RCVHWM, 0)
+        self._news = _socket(self._context, zmq.PUSH, where.news)
+        self._news.connect(where.news)
+        self._plans = _socket(self._context, zmq.SUB, where.plans)
         self._plans.setsockopt(zmq.SUBSCRIBE, b"")
         self._plans.setsockopt(zmq.SUBSCRIBE, _RANK_TOPIC + str(rank).encode())
-        self._plans.connect(plans_address(run_dir))
+        self._plans.connect(where.plans)
 
     def receive(self, *, wait: bool) -> ToWorker | None:
         """Return the next message; without `wait`, None when there is none yet."""

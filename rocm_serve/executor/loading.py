@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -94,8 +95,10 @@ class LoadedStage:
         )
 
 
-def load_stage_model(resolved: Resolved, coord: Coord, comm: Comm) -> LoadedStage:
-    """Build this rank's part of the model and fill it, after checking that it fits.
+def load_stage_model(
+    resolved: Resolved, coord: Coord, comm: Comm, *, moved: Callable[[], None] = lambda: None
+) -> LoadedStage:
+    """Build this rank's part of the model and fill it, after checking that it fits. `moved` is told of progress.
 
     Errors: UserError, one line, before any big read.
     """
@@ -115,7 +118,7 @@ def load_stage_model(resolved: Resolved, coord: Coord, comm: Comm) -> LoadedStag
             refused = "".join(f"; {name} {why}" for name, why in line.refused)
             log.info("op %s: %s%s", line.op, line.provider, refused)
     model = build_model(facts, coord, params, comm, ops, device=device, dtype=dtype, mtp=False)
-    _fill(reader, facts, coord, params, dict(model.named_parameters()), resolved.seed)
+    _fill(reader, facts, coord, params, dict(model.named_parameters()), resolved.seed, moved)
     model.prepare()
     log.info(
         "rank %d: weights %s, one step up to %s, %s left for caches",
@@ -149,6 +152,7 @@ def _fill(
     params: dict[str, Param],
     into: dict[str, torch.Tensor],
     seed: int,
+    moved: Callable[[], None],
 ) -> None:
     assert into.keys() == params.keys(), f"model and parameter table differ: {sorted(into.keys() ^ params.keys())[:4]}"
     if reader is None:
@@ -157,6 +161,7 @@ def _fill(
         return
 
     def progress(news: Progress) -> None:
+        moved()
         log.info("rank %d: loading %s", coord.rank, news)
 
     with reader:

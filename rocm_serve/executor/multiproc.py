@@ -11,7 +11,8 @@ from typing import NoReturn, TypeVar
 
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.api import ExecutorFailed
-from rocm_serve.executor.link import CoreLink
+from rocm_serve.executor.heartbeat import Heartbeat, Phase
+from rocm_serve.executor.link import CoreLink, channels
 from rocm_serve.executor.memory import effective_limits
 from rocm_serve.messages import (
     WIRE_VERSION,
@@ -34,11 +35,15 @@ M = TypeVar("M", WorkerLoaded, WorkerReady)
 
 
 class MultiprocExecutor:
-    """Runs plans on tp x pp worker processes. Use from one thread."""
+    """Runs plans on tp x pp worker processes. Use from one thread.
 
-    def __init__(self, resolved: Resolved) -> None:
+    `heartbeat` ticks whenever the owner looks here, and tells the supervisor which plan was sent last.
+    """
+
+    def __init__(self, resolved: Resolved, heartbeat: Heartbeat | None = None) -> None:
         self.depth = resolved.pp
         self._resolved = resolved
+        self._heartbeat = heartbeat or Heartbeat()
         self._world = resolved.tp * resolved.pp
         self._link: CoreLink | None = None
         self._phase = "loading"
@@ -51,7 +56,7 @@ class MultiprocExecutor:
 
         Errors: ExecutorFailed naming rank and phase; UserError when the caches do not fit.
         """
-        self._link = CoreLink(self._resolved.run_dir)
+        self._link = CoreLink(channels(self._resolved))
         loaded = self._from_all(WorkerLoaded)
         for one in loaded:
             if one.version != WIRE_VERSION:
@@ -69,6 +74,7 @@ class MultiprocExecutor:
         assert len(self._in_flight) < self.depth, "more plans in flight than pipeline stages"
         assert plan.seq == self._next_seq, f"plan {plan.seq} where {self._next_seq} is next"
         self._link.publish(plan)
+        self._heartbeat.enter(Phase.IDLE, plan.seq)
         self._next_seq += 1
         if not self._in_flight:
             self._head_since = time.monotonic()
@@ -128,6 +134,7 @@ class MultiprocExecutor:
 
     def _receive(self, timeout_s: float) -> FromWorker | None:
         assert self._link is not None
+        self._heartbeat.tick()
         message = self._link.receive(timeout_s)
         if isinstance(message, WorkerFailed):
             self._fail(message)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -18,10 +19,11 @@ import torch
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
 from rocm_serve.executor.edges import Arrival, Receiver, Sender
-from rocm_serve.executor.link import WorkerLink
+from rocm_serve.executor.heartbeat import Heartbeat, Phase, heartbeat_file
+from rocm_serve.executor.link import WorkerLink, channels
 from rocm_serve.executor.loading import LoadedStage, load_stage_model
-from rocm_serve.executor.runner import StageRunner, warm_up_plans
-from rocm_serve.lifeline import die_with_parent
+from rocm_serve.executor.runner import StageModel, StageRunner, warm_up_plans
+from rocm_serve.lifeline import die_with_parent, show_stacks_on_signal
 from rocm_serve.messages import (
     WIRE_VERSION,
     AllocateCache,
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 
 
 @dataclass(slots=True)
@@ -51,11 +54,13 @@ class StageLoop:
     sender: Sender | None
     link: WorkerLink
     trace: Callable[[StageTrace], None] | None = None
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     step: int = -1  # plan that runs now, for the failure report
 
     def warm_up(self, plans: list[Plan]) -> None:
         """Run `plans` through runner and edges and tell nobody."""
         for plan in plans:
+            self.heartbeat.tick()
             self._run(plan, self._post(plan))
 
     def serve(self) -> None:
@@ -67,6 +72,8 @@ class StageLoop:
         waiting: deque[tuple[Plan, Arrival | None]] = deque()
         next_seq = 0
         while True:
+            if not waiting:
+                self.heartbeat.enter(Phase.IDLE)
             while (message := self.link.receive(wait=not waiting)) is not None:
                 if isinstance(message, Shutdown):
                     return
@@ -76,6 +83,7 @@ class StageLoop:
                 waiting.append((message, self._post(message)))
             plan, arrival = waiting.popleft()
             self.step = plan.seq
+            self.heartbeat.enter(Phase.IDLE if arrival is None else Phase.WAITING_FOR_ROWS, plan.seq)
             result = self._run(plan, arrival)
             if result is not None and self.runner.coord.tp_rank == 0:
                 self.link.send(result)
@@ -85,6 +93,8 @@ class StageLoop:
 
     def _run(self, plan: Plan, arrival: Arrival | None) -> StepResult | None:
         hidden_TH = None if arrival is None else arrival.wait()
+        if plan.seq == self.step:
+            self.heartbeat.enter(phase_of(plan))
         started_ns = time.monotonic_ns()
         out = self.runner.step(plan, hidden_TH)
         result = out if isinstance(out, StepResult) else None
@@ -103,40 +113,43 @@ class Worker:
         self.resolved = resolved
         self.coord = Mesh(tp=resolved.tp, pp=resolved.pp, ep=resolved.ep).coord(rank)
         self.link = link
-        self._phase = "start"
+        self.heartbeat = Heartbeat(heartbeat_file(resolved.run_dir, f"rank-{rank}"))
+        self._phase = Phase.STARTING
         self._loop: StageLoop | None = None
 
     @property
     def phase(self) -> str:
         if self._loop is not None and self._loop.step >= 0:
             return f"step {self._loop.step}"
-        return self._phase
+        return self._phase.words
 
     def run(self) -> None:
         """Join, load, allocate, warm up, serve until told to stop."""
         resolved, coord = self.resolved, self.coord
         torch.set_num_threads(resolved.torch_threads)
-        self._enter("joining the other ranks")
+        self._enter(Phase.JOINING)
         groups = make_groups(
             coord,
             gpu=resolved.device != "cpu",
             init_addr=resolved.dist_init_addr,
             timeout_s=resolved.dist_timeout,
         )
-        self._enter("loading")
-        stage = load_stage_model(resolved, coord, groups.tp)
+        self._enter(Phase.LOADING)
+        stage = load_stage_model(resolved, coord, groups.tp, moved=self.heartbeat.tick)
+        watch_layers(stage.model, self.heartbeat)
+        self.heartbeat.enter(Phase.LOADED)
         self.link.send(WorkerLoaded(coord.rank, WIRE_VERSION, stage.cache_bytes, stage.page_bytes, stage.slot_bytes))
         message = self.link.receive(wait=True)
         if isinstance(message, Shutdown):
             return
         assert isinstance(message, AllocateCache), f"unexpected after loading: {message}"
-        self._enter("allocating caches")
+        self._enter(Phase.ALLOCATING)
         runner = stage.runner(num_pages=message.num_pages, num_slots=message.num_slots)
-        self._loop = StageLoop(runner, *self._edges(groups, stage), self.link)
-        self._enter("warming up")
+        self._loop = StageLoop(runner, *self._edges(groups, stage), self.link, heartbeat=self.heartbeat)
+        self._enter(Phase.WARMING_UP)
         self._loop.warm_up(list(warm_up_plans(resolved.page_size, resolved.max_model_len)))
         self.link.send(WorkerReady(coord.rank))
-        self._enter("serving")
+        self._enter(Phase.IDLE)
         with tracing(resolved.trace, f"rank-{coord.rank}") as self._loop.trace:
             self._loop.serve()
         leave_groups()
@@ -150,9 +163,29 @@ class Worker:
             sender = Sender(groups.to_next, slots=self.resolved.pp + 1)
         return receiver, sender
 
-    def _enter(self, phase: str) -> None:
+    def _enter(self, phase: Phase) -> None:
         self._phase = phase
-        log.info("rank %d (stage %d, tensor-parallel %d): %s", self.coord.rank, *_place(self), phase)
+        self.heartbeat.enter(phase)
+        log.info("rank %d (stage %d, tensor-parallel %d): %s", self.coord.rank, *_place(self), phase.words)
+
+
+def phase_of(plan: Plan) -> Phase:
+    """Say what a step consists of."""
+    kinds = {work.recurrent for work in plan.work}
+    if kinds == {False}:
+        return Phase.PREFILL
+    return Phase.DECODE if kinds == {True} else Phase.MIXED
+
+
+def watch_layers(model: StageModel, heartbeat: Heartbeat) -> None:
+    """Beat at the beginning of every decoder layer, from the thread that runs it."""
+    if not isinstance(model, torch.nn.Module):
+        return
+    for name, module in model.named_modules():
+        found = _LAYER.search(name)
+        if found is not None:
+            number = int(found[1])
+            module.register_forward_pre_hook(lambda *_, number=number: heartbeat.layer(number))
 
 
 def _place(worker: Worker) -> tuple[int, int]:
@@ -161,7 +194,7 @@ def _place(worker: Worker) -> tuple[int, int]:
 
 def run_worker(resolved: Resolved, rank: int) -> int:
     """Run one rank and return the exit code of its process; a failure is told to the core first."""
-    link = WorkerLink(resolved.run_dir, rank)
+    link = WorkerLink(channels(resolved), rank)
     worker = Worker(resolved, rank, link)
     code = 0
     try:
@@ -180,6 +213,7 @@ def run_worker(resolved: Resolved, rank: int) -> int:
 
 
 def main() -> None:
+    show_stacks_on_signal()
     die_with_parent()
     parser = argparse.ArgumentParser(description="One rank of rocm-serve; started by its supervisor.")
     parser.add_argument("--resolved", type=Path, required=True, help="JSON of the resolved configuration")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -38,8 +40,7 @@ def make_groups(coord: Coord, *, gpu: bool, init_addr: str, timeout_s: float) ->
     if mesh.world == 1:
         return Groups(tp=SoloComm(), from_previous=None, to_next=None)
     timeout = timedelta(seconds=timeout_s)
-    host, _, port = init_addr.rpartition(":")
-    store = dist.TCPStore(host.strip("[]"), int(port), mesh.world, is_master=coord.rank == 0, timeout=timeout)
+    store = _store(init_addr, mesh.world, is_master=coord.rank == 0, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=coord.rank, world_size=mesh.world, timeout=timeout)
     backend = "nccl" if gpu else "gloo"
 
@@ -64,6 +65,20 @@ def make_groups(coord: Coord, *, gpu: bool, init_addr: str, timeout_s: float) ->
             elif edge is not None:
                 from_previous = EdgeGroup(edge, source)
     return Groups(tp=tp, from_previous=from_previous, to_next=to_next)
+
+
+def _store(init_addr: str, world: int, *, is_master: bool, timeout: timedelta) -> dist.Store:
+    """Open or join the store. Left to itself torch listens on every interface; here only on the given address."""
+    host, _, digits = init_addr.rpartition(":")
+    host, port = host.strip("[]"), int(digits)
+    if not is_master:
+        return dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen()
+        fd = os.dup(listening.fileno())  # the store closes it
+    return dist.TCPStore(host, port, world, is_master=True, timeout=timeout, master_listen_fd=fd)
 
 
 def leave_groups() -> None:

@@ -19,6 +19,7 @@ import psutil
 
 from rocm_serve.errors import UserError
 from rocm_serve.platform.facts import GpuFacts, Platform
+from rocm_serve.platform.network import Interface, Network, check_resolved, network_of
 
 _CGROUP = Path("/sys/fs/cgroup")
 # Without one of these no driver is loaded, and `auto` need not pay seconds for importing torch.
@@ -92,6 +93,44 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe_socket:
         probe_socket.bind((host, 0))
         return int(probe_socket.getsockname()[1])
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """List the network interfaces of this host with their IP addresses."""
+    up = {name: stats.isup for name, stats in psutil.net_if_stats().items()}
+    families = (socket.AF_INET, socket.AF_INET6)
+    return tuple(
+        Interface(
+            name, tuple(a.address.partition("%")[0] for a in found if a.family in families), bool(up.get(name, False))
+        )
+        for name, found in psutil.net_if_addrs().items()
+    )
+
+
+def numeric_host(host: str) -> str:
+    """Look up a host name. Errors: UserError when there is no such host."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(f"--dist-init-addr {host}: {error.strerror or error}") from None
+
+
+def source_address(to: str) -> str | None:
+    """Say from which address this host would reach `to`; None without a route. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in to else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((to, 9))
+        except OSError:
+            return None
+        return str(asking.getsockname()[0])
+
+
+def find_network(member: int, host: str, gloo_wish: str | None) -> Network:
+    """Find the addresses that member `member` of a world around `host` uses. Errors: UserError."""
+    address = numeric_host(host)
+    check_resolved(host, address)
+    return network_of(member, host, address, source_address(address), interfaces(), gloo_wish)
 
 
 def _read(path: Path) -> str:

@@ -20,8 +20,8 @@ from rocm_serve.config.schema import ServeConfig
 GOLDEN = Path(__file__).parents[1] / "golden" / "surface.json"
 # The flags that users' scripts are promised.
 PROMISED = (
-    "model served-model-name host port tp pp ep nnodes node-rank dist-init-addr dist-timeout device dtype"
-    " kv-cache-dtype page-size chunked-prefill-size max-running-requests max-model-len mem-fraction load-format"
+    "model served-model-name host port tp pp ep nnodes node-rank dist-init-addr dist-timeout watchdog-timeout device"
+    " dtype kv-cache-dtype page-size chunked-prefill-size max-running-requests max-model-len mem-fraction load-format"
     " enforce-eager op seed log-level config"
 )
 

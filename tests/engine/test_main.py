@@ -16,7 +16,7 @@ import pytest
 
 from rocm_serve.config.schema import Resolved
 from rocm_serve.engine.client import EngineClient, EngineDead
-from rocm_serve.executor.link import WorkerLink
+from rocm_serve.executor.link import WorkerLink, channels
 from rocm_serve.messages import (
     WIRE_VERSION,
     AddRequest,
@@ -69,7 +69,7 @@ def resolved(run_dir: str, *, dist_timeout: int = 60) -> Resolved:
 
 def work(run_dir: str, rank: int, fail_at: int | None) -> None:
     """One worker's life; rank 1 is the last stage."""
-    link = WorkerLink(run_dir, rank)
+    link = WorkerLink(channels(resolved(run_dir)), rank)
     worker = FakeWorker(make_limits(max_model_len=64, chunked_prefill_size=16))
     link.send(WorkerLoaded(rank, WIRE_VERSION, cache_bytes=10_000, page_bytes=10, slot_bytes=10))
     while True:

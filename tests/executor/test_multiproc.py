@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rocm_serve.executor.api import ExecutorFailed
-from rocm_serve.executor.link import WorkerLink
+from rocm_serve.executor.link import WorkerLink, channels
 from rocm_serve.executor.multiproc import MultiprocExecutor
 from rocm_serve.messages import (
     WIRE_VERSION,
@@ -61,7 +61,7 @@ def world(tmp_path: Path, *scripts: Script, pp: int = 2, dist_timeout: int = 20)
     wish = resolved(tp=2, pp=pp, run_dir=str(tmp_path), dist_timeout=dist_timeout)
 
     def work(rank: int) -> None:
-        link = WorkerLink(str(tmp_path), rank)
+        link = WorkerLink(channels(wish), rank)
         try:
             scripts[min(rank, len(scripts) - 1)](link, rank)
         finally:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_serve.executor.link import CoreLink
+from rocm_serve.executor.link import CoreLink, channels
 from rocm_serve.executor.runner import warm_up_plans
 from rocm_serve.executor.worker import EXIT_FAILED, EXIT_USER_ERROR, StageLoop, run_worker
 from rocm_serve.messages import FromWorker, Plan, Shutdown, StepResult, ToWorker, Work, WorkerFailed
@@ -106,7 +106,7 @@ def told(link: CoreLink) -> WorkerFailed:
 
 
 def test_a_users_error_is_told_as_its_sentence_and_exits_2(tmp_path: Path) -> None:
-    link = CoreLink(str(tmp_path))
+    link = CoreLink(channels(resolved(run_dir=str(tmp_path))))
     code = run_worker(resolved(run_dir=str(tmp_path), model=str(tmp_path / "nothing-here")), rank=0)
     failure = told(link)
     link.close()
@@ -115,7 +115,7 @@ def test_a_users_error_is_told_as_its_sentence_and_exits_2(tmp_path: Path) -> No
 
 
 def test_any_other_error_is_told_with_its_kind_and_exits_1(tmp_path: Path) -> None:
-    link = CoreLink(str(tmp_path))
+    link = CoreLink(channels(resolved(run_dir=str(tmp_path))))
     code = run_worker(resolved(run_dir=str(tmp_path), tp=2, dist_init_addr="no-port", dist_timeout=1), rank=0)
     failure = told(link)
     link.close()

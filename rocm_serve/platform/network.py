@@ -1,0 +1,123 @@
+"""The one address policy: every channel uses the interface that the route between the members takes. Pure.
+
+Facts are asked for in platform/probe.py; here they are judged. Names of interfaces are exact, as gloo wants them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rocm_serve.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    name: str
+    addresses: tuple[str, ...]
+    up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What one member uses: `address` is its own, on `interface`; `init_host` is member 0's, as a number."""
+
+    init_host: str
+    address: str
+    interface: str
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def check_resolved(host: str, address: str) -> None:
+    """Refuse a name that this host has for itself only.
+
+    Errors: UserError. An address of 127.* that was typed as a number, or "localhost", is somebody's wish.
+    """
+    typed = host == "localhost" or _is_number(host)
+    if not typed and ipaddress.ip_address(address).is_loopback:
+        raise UserError(
+            f"--dist-init-addr {host}: this host resolves the name to {address}, which no other host can reach;"
+            " give the address of the interface that faces the other nodes"
+        )
+
+
+def own_interface(address: str, interfaces: Sequence[Interface]) -> Interface | None:
+    """Find the interface that bears `address`; all of 127/8 is the loopback's."""
+    for interface in interfaces:
+        if address in interface.addresses:
+            return interface
+    if ipaddress.ip_address(address).is_loopback:
+        for interface in interfaces:
+            if any(ipaddress.ip_address(one).is_loopback for one in interface.addresses):
+                return interface
+    return None
+
+
+def network_of(
+    member: int, host: str, init_host: str, source: str | None, interfaces: Sequence[Interface], gloo_wish: str | None
+) -> Network:
+    """Choose address and interface of a member.
+
+    `source` is the address from which this host would reach `init_host`, None when it has no route; `gloo_wish` is
+    GLOO_SOCKET_IFNAME, if it is set.
+    Errors: UserError saying what to set.
+    """
+    have = "; ".join(f"{one.name} {' '.join(one.addresses)}" for one in interfaces if one.addresses)
+    if member == 0:
+        address, why = init_host, "bears the address of --dist-init-addr"
+        if own_interface(init_host, interfaces) is None:
+            raise UserError(
+                f"--dist-init-addr {host}: node 0 must own {init_host}, and this host has {have};"
+                " is this node 0, or does it need another --node-rank?"
+            )
+    else:
+        if source is None:
+            raise UserError(f"--dist-init-addr {host}: this host has no route to {init_host}; it has {have}")
+        address, why = source, f"the route to {init_host} takes it"
+    interface = own_interface(address, interfaces)
+    if interface is None:
+        raise UserError(f"no interface of this host bears {address}, from which it reaches {init_host}; it has {have}")
+    if not interface.up:
+        raise UserError(f"interface {interface.name}, which bears {address}, is down")
+    if gloo_wish is not None:
+        check_gloo(gloo_wish, interface, why, interfaces)
+    return Network(init_host, address, interface.name, {"interface": why})
+
+
+def check_gloo(wish: str, interface: Interface, why: str, interfaces: Sequence[Interface]) -> None:
+    """Hold GLOO_SOCKET_IFNAME against the interface that was found.
+
+    Errors: UserError naming the value that works: gloo itself hangs for a minute or says "Unable to find address".
+    """
+    known = [one.name for one in interfaces]
+    for name in wish.split(","):
+        if name not in known:
+            syntax = " (gloo takes exact names, not NCCL's = ^ or prefixes)" if name[:1] in ("=", "^") else ""
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME={wish}: no interface {name!r}{syntax}; here are {', '.join(known)};"
+                f" set GLOO_SOCKET_IFNAME={interface.name} or leave it unset"
+            )
+    if interface.name not in wish.split(","):
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME={wish}, but {interface.name} {why};"
+            f" set GLOO_SOCKET_IFNAME={interface.name} or leave it unset"
+        )
+
+
+def socket_environment(interface: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Name the interface to every library that opens sockets of its own, each in its own syntax.
+
+    What the user has set for NCCL and MORI is kept; gloo's variable has been checked and may have been a list.
+    """
+    wanted = {"NCCL_SOCKET_IFNAME": f"={interface}", "MORI_SOCKET_IFNAME": interface, "TP_SOCKET_IFNAME": interface}
+    kept = {name: value for name, value in wanted.items() if name not in given}
+    return {"GLOO_SOCKET_IFNAME": interface, **kept}
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
