@@ -15,12 +15,14 @@ from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, parse_config
 from tests.checkpoint import published
 
+# VmHWM is this program's own; getrusage would count the parent's memory, which a child shares until it executes.
 PLAN_IN_CHILD = """
-import json, resource, sys
+import json, re, sys
+from pathlib import Path
 from rocm_serve.diagnostics.plan import plan
 made = plan(sys.argv[1], 8, 2, rank=11)
 (one,) = made.ranks
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 print(json.dumps({"peak": peak, "torch": "torch" in sys.modules, "headers": made.from_headers, "disk": one.disk_bytes,
                   "layers": [one.layers.start, one.layers.stop], "groups": dict(one.weight_bytes)}))
 """
