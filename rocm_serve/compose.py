@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 
@@ -24,6 +27,7 @@ from rocm_serve.engine.client import EngineClient
 from rocm_serve.engine.thread import CoreThread, run_core_in_thread
 from rocm_serve.errors import UserError
 from rocm_serve.executor.api import Executor
+from rocm_serve.lifeline import show_stacks_on_signal
 from rocm_serve.messages import EffectiveLimits
 from rocm_serve.models.qwen3_5.spec import parse_config
 from rocm_serve.parallel.mesh import Mesh
@@ -49,14 +53,45 @@ def serve(config: ServeConfig) -> int:
     Errors: UserError, one line, before any big read wherever headers and configuration can tell.
     """
     check_wishes(config)
-    membership(config, load.environment())
+    place = membership(config, load.environment())
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    show_stacks_on_signal()
+    if place.member > 0:
+        return follow(config)
     with run_directory() as keep, contextlib.closing(bind(config.host, config.port)) as sock:
         resolved, tokenizer = prepare(config, keep.path)
         serve_world = serve_in_one_process if resolved.tp * resolved.pp == 1 else serve_with_workers
         code = serve_world(resolved, tokenizer, sock)
         keep.keep = code == EXIT_FAILED and resolved.tp * resolved.pp > 1
         return code
+
+
+def follow(config: ServeConfig) -> int:
+    """Run this member's ranks for the server of member 0 until that ends, or anything fails."""
+    with run_directory() as keep:
+        resolved, _ = prepare(config, keep.path)
+        supervisor = Supervisor(resolved, load.environment(), on_failure=log.error, echo=_echo)
+        asked = 0
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                supervisor.ask_to_stop()
+            else:
+                supervisor.over.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, on_signal)
+        supervisor.start()
+        try:
+            supervisor.over.wait()
+        finally:
+            supervisor.stop(_LEAVE_S if supervisor.failure is None and asked < 2 else 0.0)
+        if supervisor.failure is not None and supervisor.exit_code == EXIT_USER_ERROR:
+            raise UserError(supervisor.failure)
+        keep.keep = supervisor.failure is not None or asked > 1
+        return EXIT_FAILED if keep.keep else EXIT_OK
 
 
 def prepare(config: ServeConfig, run_dir: Path) -> tuple[Resolved, Tokenizer]:
@@ -115,7 +150,13 @@ def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.
 def serve_with_workers(resolved: Resolved, tokenizer: Tokenizer, sock: socket.socket) -> int:
     """Run the engine and each rank as processes of their own, and watch them."""
     failures = _FailureLine()
-    supervisor = Supervisor(resolved, load.environment(), on_failure=failures.report, echo=_echo)
+    supervisor = Supervisor(
+        resolved,
+        load.environment(),
+        on_failure=failures.report,
+        echo=_echo,
+        on_stop_wish=lambda: os.kill(os.getpid(), signal.SIGTERM),  # as if this node had been asked
+    )
 
     def make_client() -> EngineClient:
         client = EngineClient(resolved.run_dir)
@@ -165,10 +206,12 @@ class _FailureLine:
             client.fail(self._reason)
 
     def report(self, reason: str) -> None:
-        self._reason = reason
+        """Log all of it; clients of the API get the sentence without the end of a log."""
+        log.error("%s", reason)
+        self._reason = reason.partition("; the end of ")[0]
         if self._loop is not None and self._client is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to be told
-                self._loop.call_soon_threadsafe(self._client.fail, reason)
+                self._loop.call_soon_threadsafe(self._client.fail, self._reason)
 
 
 class RunDirectory:

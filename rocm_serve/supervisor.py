@@ -1,13 +1,11 @@
-"""Starts the processes of this host, watches them, and ends them: engine core and workers, one log file each.
+"""Starts the processes of this member, watches them, and ends them: ranks, and on member 0 the engine core. No torch.
 
-Imports no torch. Children are fresh interpreters; each dies with this process (see `lifeline`).
+Children are fresh interpreters with a log file each; each dies with this process (see `lifeline`). With several
+members the supervisors meet first (see `control`), compare what must be equal, and then live and die together.
 """
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,27 +14,42 @@ from pathlib import Path
 
 import msgspec
 
+from rocm_serve.agreement import agreement
+from rocm_serve.children import USER_ERROR, Child, child_environment, end_processes, wait_for
+from rocm_serve.config.launcher import split_address
 from rocm_serve.config.schema import Resolved
+from rocm_serve.control import CONTROL_PORT, FollowerLink, GroupLost, LeaderLink, Link
+from rocm_serve.executor.heartbeat import Phase
+from rocm_serve.messages import AskToStop, Beat, ControlMessage, DumpStacks, GroupDown, Leave, RankBeat, Stacks
+from rocm_serve.watchdog import Stuck, Watch
 
 _TICK_S = 0.1
+_BEAT_S = 0.5
 _SIBLINGS_S = 0.5  # neighbours of a dead process fail within this time; the cause is looked for among all
-_TAIL_LINES = 12
-_USER_ERROR = 2
+_PROGRESS_S = 5.0  # between lines that say what the start waits for
+_STACKS_S = 2.5  # for other members to send theirs
+_TERM_S = 1.0
+_CORE = -1  # among ranks
+# Idle ranks owe what has been sent; those that start or join have --dist-timeout, which torch keeps.
+_OWE_NOTHING = (Phase.IDLE, Phase.STARTING, Phase.JOINING)
+
+
+class _Over(Exception):
+    """Something failed, here or (`elsewhere`) at another member, whose name the sentence bears then."""
+
+    def __init__(self, sentence: str, exit_code: int, *, elsewhere: bool = False) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+        self.elsewhere = elsewhere
 
 
 @dataclass(slots=True)
-class _Child:
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-    echoed: int = 0  # bytes of the log
+class Callbacks:
+    """Whom the supervisor tells, from its own thread."""
 
-    def new_lines(self) -> list[str]:
-        with self.log.open("rb") as log:
-            log.seek(self.echoed)
-            whole, newline, _ = log.read().rpartition(b"\n")
-        self.echoed += len(whole) + len(newline)
-        return whole.decode(errors="replace").splitlines()
+    on_failure: Callable[[str], None]
+    echo: Callable[[str], None]
+    on_stop_wish: Callable[[], None] = lambda: None
 
 
 class Supervisor:
@@ -44,6 +57,7 @@ class Supervisor:
 
     `env` is the environment that children start from. `on_failure` is called once, from the watching thread, with
     the sentence that says who ended and why; by then the other children are being ended. `echo` gets start-up lines.
+    `on_stop_wish` is called when another member was asked to stop.
     """
 
     def __init__(
@@ -53,31 +67,31 @@ class Supervisor:
         *,
         on_failure: Callable[[str], None],
         echo: Callable[[str], None],
+        on_stop_wish: Callable[[], None] = lambda: None,
     ) -> None:
         self._resolved = resolved
         self._run_dir = Path(resolved.run_dir)
-        self._env = child_environment(resolved, env)
-        self._on_failure = on_failure
-        self._echo = echo
-        self._children: list[_Child] = []
+        self._env = env
+        self._tell = Callbacks(on_failure, echo, on_stop_wish)
+        self._children: list[Child] = []
+        self._link: Link | None = None
+        self._watch = Watch(resolved.watchdog_timeout)
+        self._remote: dict[int, tuple[RankBeat, ...]] = {}
+        self._last_beat = 0.0
         self._stopping = threading.Event()
+        self._stop_wish = threading.Event()
         self._quiet = threading.Event()
         self._watcher: threading.Thread | None = None
+        self.over = threading.Event()  # failed, or told to leave
         self.failure: str | None = None
         self.exit_code = 0
 
     def start(self) -> None:
-        """Start core and workers and begin to watch them."""
+        """Meet the other members, if there are any, start the children, and watch. Returns at once."""
         (self._run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        resolved_file = self._run_dir / "resolved.json"
-        resolved_file.write_bytes(msgspec.json.encode(self._resolved))
-        common = ("--resolved", str(resolved_file))
-        self._spawn("core", "rocm_serve.engine.main", *common)
-        per_node = self._resolved.tp * self._resolved.pp // self._resolved.nnodes
-        first = self._resolved.node_rank * per_node
-        for rank in range(first, first + per_node):
-            self._spawn(f"rank-{rank}", "rocm_serve.executor.worker", *common, "--rank", str(rank))
-        self._watcher = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        if self._resolved.members == 1:
+            self._spawn_all()
+        self._watcher = threading.Thread(target=self._live, name="supervisor", daemon=True)
         self._watcher.start()
 
     @property
@@ -94,6 +108,10 @@ class Supervisor:
         """Stop echoing: the server is ready, what follows is in the logs."""
         self._quiet.set()
 
+    def ask_to_stop(self) -> None:
+        """Wish for an orderly end, which member 0 arranges. `over` says when it is done."""
+        self._stop_wish.set()
+
     def stop(self, grace_s: float = 10.0) -> None:
         """Let drained children leave on their own, then end the rest; remove sockets. Idempotent.
 
@@ -102,93 +120,219 @@ class Supervisor:
         self._stopping.set()
         if self._watcher is not None:
             self._watcher.join()
-        _wait([child.process for child in self._children], grace_s)
+        if self._link is not None and self.failure is None:
+            self._link.send(Leave())
+        wait_for([child.process for child in self._children], grace_s)
         if self.failure is None and self._ended_badly():
-            self._name_cause()
+            self.failure, self.exit_code = self._cause()
+            if self._link is not None:
+                self._link.send(GroupDown(self.failure, self.exit_code))
         end_processes([child.process for child in self._children], grace_s=0.0)
-        self._remove_sockets()
+        if self._link is not None:
+            self._link.await_end(grace_s)
+            self._link.close()
+        self._remove_files()
 
-    def _spawn(self, name: str, module: str, *args: str) -> None:
-        log = self._run_dir / "logs" / f"{name}.log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-m", module, *args],
-                stdin=subprocess.PIPE,  # never written to: it closes when this process ends, see lifeline
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=self._env,
-                start_new_session=True,  # Ctrl-C is for the supervisor, which drains
-            )
-        self._children.append(_Child(name, process, log))
+    def _live(self) -> None:
+        try:
+            if self._resolved.members > 1:
+                self._link = self._open_link()
+                if not self._meet(self._link):
+                    return
+                self._spawn_all()
+            while not self._stopping.wait(_TICK_S):
+                if self._look():
+                    return
+        except _Over as over:
+            self._fail(str(over), over.exit_code, elsewhere=over.elsewhere)
+        except GroupLost as lost:
+            self._fail(str(lost), USER_ERROR if lost.wish else 1)
+        finally:
+            self.over.set()
 
-    def _watch(self) -> None:
-        while not self._stopping.wait(_TICK_S):
-            self._echo_new_lines()
-            if self._ended_badly():
-                time.sleep(_SIBLINGS_S)
-                self._echo_new_lines()
-                self._on_failure(self._name_cause())
-                end_processes([child.process for child in self._children], grace_s=0.0)
-                self._remove_sockets()
-                return
+    def _open_link(self) -> Link:
+        resolved = self._resolved
+        kind = "node" if resolved.members == resolved.nnodes else "rank"
+        host, port = split_address(resolved.dist_init_addr)
+        port += CONTROL_PORT
+        if resolved.member == 0:
+            return LeaderLink(kind, resolved.members, host, port, agreement(resolved))
+        return FollowerLink(kind, resolved.member, resolved.members, host, port, resolved.address, agreement(resolved))
+
+    def _meet(self, link: Link) -> bool:
+        """Wait until everybody is there; False if told to leave before that."""
+        began = said = time.monotonic()
+        while not self._stopping.is_set():
+            for _, message in link.poll(_TICK_S):
+                if self._take(message):
+                    return False
+            if link.complete:
+                self._tell.echo(f"all {self._resolved.members} supervisors have met and agree")
+                return True
+            if self._stop_wish.is_set():
+                self._stop_wish.clear()
+                if not link.connected:
+                    return False
+                link.send(AskToStop())
+            now = time.monotonic()
+            self._beat(link, now)
+            if now - began > self._resolved.dist_timeout:
+                raise _Over(f"{link.waiting_for()}; gave up after --dist-timeout {self._resolved.dist_timeout} s", 1)
+            if now - said >= _PROGRESS_S:
+                said = now
+                self._tell.echo(f"{link.waiting_for()} for {now - began:.0f} s")
+        return False
+
+    def _spawn_all(self) -> None:
+        resolved, run_dir = self._resolved, self._resolved.run_dir
+        file = self._run_dir / "resolved.json"
+        file.write_bytes(msgspec.json.encode(resolved))
+        common = ("--resolved", str(file))
+        if resolved.member == 0:
+            env = child_environment(resolved, self._env)
+            self._children.append(Child.spawn("core", None, ("rocm_serve.engine.main", *common), run_dir, env))
+        for rank in resolved.local_ranks:
+            env = child_environment(resolved, self._env, rank)
+            command = ("rocm_serve.executor.worker", *common, "--rank", str(rank))
+            self._children.append(Child.spawn(f"rank-{rank}", rank, command, run_dir, env))
+
+    def _look(self) -> bool:
+        """One look at everything; True when told to leave. Errors: _Over, GroupLost."""
+        self._echo_new_lines()
+        ended = self._ended_badly()
+        if ended:
+            self._hear_siblings(ended)
+        if self._link is not None:
+            for member, message in self._link.poll(0):
+                if isinstance(message, Beat):
+                    self._remote[member] = message.ranks
+                elif self._take(message):
+                    return True
+            if self._stop_wish.is_set():
+                self._stop_wish.clear()
+                self._link.send(AskToStop())
+        now = time.monotonic()
+        if now - self._last_beat >= _BEAT_S:
+            mine = self._beat(self._link, now)
+            if self._resolved.member == 0:
+                self._find_stuck(mine, now)
+        return False
+
+    def _take(self, message: ControlMessage) -> bool:
+        """React to another member's word; True when told to leave."""
+        if isinstance(message, GroupDown):
+            raise _Over(message.error, message.exit_code, elsewhere=True)
+        if isinstance(message, DumpStacks):
+            self._dump(message.ranks)
+        if isinstance(message, AskToStop):
+            self._tell.on_stop_wish()
+        return isinstance(message, Leave)
+
+    def _beat(self, link: Link | None, now: float) -> tuple[RankBeat, ...]:
+        """Say that this member lives and where its ranks are."""
+        mine = tuple(_beat_of(child) for child in self._children)
+        if link is not None and now - self._last_beat >= _BEAT_S:
+            link.send(Beat(mine))
+        self._last_beat = now
+        return mine
+
+    def _find_stuck(self, mine: tuple[RankBeat, ...], now: float) -> None:
+        submitted = max((beat.step for beat in mine if beat.rank == _CORE), default=-1)
+        ranks = [beat for beats in (mine, *self._remote.values()) for beat in beats if beat.rank != _CORE]
+        stuck = self._watch.look(ranks, submitted, now)
+        stuck += self._watch.look([beat for beat in mine if beat.rank == _CORE], -1, now)
+        if stuck:
+            self._give_up(stuck)
+
+    def _give_up(self, stuck: list[Stuck]) -> None:
+        """Have the stuck show their stacks, then end everything. Errors: _Over, always."""
+        ranks = tuple(one.beat.rank for one in stuck)
+        local = {rank for rank in ranks if rank in self._resolved.local_ranks or rank == _CORE}
+        if self._link is not None:
+            self._link.send(DumpStacks(ranks))
+        stacks = self._dump(ranks)
+        end = time.monotonic() + _STACKS_S
+        while self._link is not None and len(stacks) < len(ranks) - len(local) + len(local & stacks.keys()):
+            if time.monotonic() > end:
+                break
+            for _, message in self._link.poll(_TICK_S):
+                if isinstance(message, Stacks):
+                    stacks[message.rank] = message.text
+                    self._tell.echo(f"[rank-{message.rank}] stacks:\n{message.text}")
+        sentence = f"{stuck[0].sentence()} (--watchdog-timeout {self._resolved.watchdog_timeout})"
+        others = [one.sentence() for one in stuck[1:]]
+        raise _Over("; ".join([sentence, *others]), 1)
+
+    def _dump(self, ranks: tuple[int, ...]) -> dict[int, str]:
+        """Show the stacks of those of `ranks` that are children, and send them to member 0."""
+        found = {}
+        for child in self._children:
+            rank = _CORE if child.rank is None else child.rank
+            if rank in ranks:
+                found[rank] = child.stacks() or "it did not answer"
+                child.new_lines()
+                self._tell.echo(f"[{child.name}] stacks (also in {child.log}):\n{found[rank]}")
+                if self._link is not None and self._resolved.member != 0:
+                    self._link.send(Stacks(rank, found[rank]))
+        return found
+
+    def _hear_siblings(self, ended: list[Child]) -> None:
+        """Name the cause among all that have ended, here and elsewhere. Errors: _Over, always."""
+        killed = any(child.process.returncode < 0 for child in ended)
+        if not killed:  # then it may only have suffered: give the cause time to be seen
+            end = time.monotonic() + 2 * _SIBLINGS_S if self._link is not None else time.monotonic() + _SIBLINGS_S
+            while time.monotonic() < end and not any(child.process.returncode < 0 for child in self._ended_badly()):
+                if self._link is None:
+                    time.sleep(_TICK_S)
+                    continue
+                for _, message in self._link.poll(_TICK_S):
+                    self._take(message)
+        self._echo_new_lines()
+        raise _Over(*self._cause())
+
+    def _fail(self, sentence: str, exit_code: int, *, elsewhere: bool = False) -> None:
+        self.failure, self.exit_code = sentence, exit_code
+        if self._link is not None and (self._resolved.member == 0 or not elsewhere):
+            named = elsewhere or exit_code == USER_ERROR
+            self._link.send(GroupDown(sentence if named else f"{self._name()}: {sentence}", exit_code))
+        self._tell.on_failure(sentence)
+        end_processes([child.process for child in self._children], grace_s=0.0, term_s=_TERM_S)
+        self._remove_files()
+
+    def _name(self) -> str:
+        kind = "node" if self._resolved.members == self._resolved.nnodes else "rank"
+        return f"{kind} {self._resolved.member}"
 
     def _echo_new_lines(self) -> None:
         for child in self._children:
             for line in child.new_lines():
                 if not self._quiet.is_set():
-                    self._echo(f"[{child.name}] {line}")
+                    self._tell.echo(f"[{child.name}] {line}")
 
-    def _ended_badly(self) -> list[_Child]:
-        return [child for child in self._children if child.process.poll() not in (None, 0)]
+    def _ended_badly(self) -> list[Child]:
+        return [child for child in self._children if child.ended_badly]
 
-    def _name_cause(self) -> str:
+    def _cause(self) -> tuple[str, int]:
         # Killed from outside comes first: whoever talked to it fails with an error of its own a moment later.
         ended = self._ended_badly()
-        cause = min(ended, key=lambda child: (child.process.returncode > 0, child.name == "core"))
-        self.failure = describe(cause.name, cause.process.returncode, cause.log)
-        self.exit_code = _USER_ERROR if cause.process.returncode == _USER_ERROR else 1
-        return self.failure
+        cause = min(ended, key=lambda child: (child.process.returncode > 0, child.rank is None))
+        return cause.how_it_ended(), USER_ERROR if cause.process.returncode == USER_ERROR else 1
 
-    def _remove_sockets(self) -> None:
+    def _remove_files(self) -> None:
         for path in self._run_dir.glob("*"):
-            if path.is_socket():
+            if path.is_socket() or path.suffix == ".beat":
                 path.unlink(missing_ok=True)
 
 
-def child_environment(resolved: Resolved, env: Mapping[str, str]) -> dict[str, str]:
-    """Add what children need: threads that share the cores, and gloo on the loopback when there is one host."""
-    added = {"OMP_NUM_THREADS": str(resolved.torch_threads)}
-    if resolved.nnodes == 1:
-        added["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    return {**env, **added}
-
-
-def describe(name: str, returncode: int, log: Path) -> str:
-    """Say who ended and how; a user's error is its one sentence, anything else comes with the end of the log."""
-    lines = log.read_text(errors="replace").splitlines()
-    if returncode == _USER_ERROR and lines:
-        return lines[-1].partition("error: ")[2] or lines[-1]
-    how = f"exit code {returncode}" if returncode >= 0 else f"signal {signal.Signals(-returncode).name}"
-    tail = "".join(f"\n  {line}" for line in lines[-_TAIL_LINES:])
-    return f"{name} ended with {how}; the end of {log}:{tail}"
-
-
-def end_processes(processes: list[subprocess.Popen[bytes]], grace_s: float, term_s: float = 3.0) -> None:
-    """Wait `grace_s` for all to end, then SIGTERM, `term_s`, SIGKILL; none is left when this returns."""
-    _wait(processes, grace_s)
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    _wait(processes, term_s)
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
-        time.sleep(0.02)
+def _beat_of(child: Child) -> RankBeat:
+    progress = child.progress
+    return RankBeat(
+        rank=_CORE if child.rank is None else child.rank,
+        count=progress.beats,
+        phase=progress.phase.words,
+        step=progress.step,
+        layer=progress.layer,
+        owes=child.process.poll() is None and (child.rank is None or progress.phase not in _OWE_NOTHING),
+        waiting=progress.phase.waits_for_others,
+        stopped=child.stopped,
+    )

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rocm_serve.supervisor import Supervisor, child_environment, describe, end_processes
+from rocm_serve.children import TORCH_GUARDS, child_environment, describe, end_processes
+from rocm_serve.supervisor import Supervisor
 from tests.executor.wishes import resolved
 
 
@@ -108,9 +109,17 @@ def test_a_crash_is_told_with_signal_and_the_end_of_the_log(tmp_path: Path) -> N
 def test_children_share_the_cores_and_meet_on_the_loopback() -> None:
     given = {"PATH": "/bin", "OMP_NUM_THREADS": "64"}
     env = child_environment(resolved(torch_threads=3), given)
-    assert env == {"PATH": "/bin", "OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "lo"}
+    assert env == {"PATH": "/bin", "OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "lo", **TORCH_GUARDS}
     assert given["OMP_NUM_THREADS"] == "64"
-    assert "GLOO_SOCKET_IFNAME" not in child_environment(resolved(nnodes=2), {})
+
+
+def test_ranks_of_several_hosts_meet_on_the_interface_that_was_found_each_library_in_its_own_syntax() -> None:
+    wish = resolved(tp=2, pp=2, nnodes=2, node_rank=1, members=2, member=1, interface="eth7", address="10.0.0.2")
+    env = child_environment(wish, {"NCCL_SOCKET_IFNAME": "mine", "TORCH_NCCL_ENABLE_MONITORING": "1"}, rank=3)
+    assert env["GLOO_SOCKET_IFNAME"] == env["MORI_SOCKET_IFNAME"] == "eth7"
+    assert (env["NCCL_SOCKET_IFNAME"], env["TORCH_NCCL_ENABLE_MONITORING"]) == ("mine", "1"), "the user's word is kept"
+    assert child_environment(wish, {})["NCCL_SOCKET_IFNAME"] == "=eth7"
+    assert [env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["3", "4", "1", "2"]
 
 
 @pytest.mark.multirank

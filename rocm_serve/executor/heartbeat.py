@@ -38,7 +38,7 @@ class Phase(IntEnum):
     @property
     def waits_for_others(self) -> bool:
         """Making no progress here is another rank's fault."""
-        return self in (Phase.JOINING, Phase.LOADED, Phase.WAITING_FOR_ROWS)
+        return self in (Phase.LOADED, Phase.WAITING_FOR_ROWS)
 
 
 _WORDS: Final = {

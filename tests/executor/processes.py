@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from rocm_serve.children import child_environment, end_processes
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.multiproc import MultiprocExecutor
-from rocm_serve.supervisor import child_environment, end_processes
 from tests.executor.generate import Session
 
 
