@@ -10,6 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from rocm_serve import cli_plan
 from rocm_serve.config import load
 from rocm_serve.errors import UserError
 from rocm_serve.version import VERSION
@@ -86,25 +87,7 @@ def serve(
     raise typer.Exit(run_server(load.load(given, config, load.environment())))
 
 
-@app.command()
-def plan(
-    model: Annotated[Path, typer.Option(metavar="DIR", help="Checkpoint, or a config.json without weights.")],
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a stage.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    rank: Annotated[Number, typer.Option(help="One rank only; else all of them.", show_default=False)] = None,
-) -> None:
-    """Say what each rank would hold, from the configuration and the checkpoint's headers alone."""
-    from rocm_serve.diagnostics.plan import checkpoint_totals
-    from rocm_serve.diagnostics.plan import plan as make_plan
-
-    made = make_plan(model, tp, pp, rank)
-    totals = checkpoint_totals(made.facts)
-    _say(
-        f"{made.facts.architecture}: {totals.parameters:,} parameters in {totals.tensors:,} tensors,"
-        f" {totals.payload_bytes:,} bytes as published"
-    )
-    for line in made.lines():
-        _say(line)
+app.command()(cli_plan.plan)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
@@ -148,6 +149,24 @@ def test_plan_counts_the_checkpoint_and_every_rank(here: Callable[..., Run], tex
     assert "legal tp: 1, 2, 4" in mesh
     assert [line.split(" (")[0] for line in ranks] == ["rank 0", "rank 1", "rank 2", "rank 3"]
     assert_refused(here("plan", "--model", text_fp8, "--tp", "5"), "tp 5", "legal: 1, 2, 4")
+
+
+def test_plan_ends_with_0_when_it_fits_1_when_not_and_2_when_it_cannot_be(
+    here: Callable[..., Run], text_fp8: Path
+) -> None:
+    launch = ("plan", "--model", text_fp8 / "config.json", "--tp", "2", "--pp", "2")
+    fits = here(*launch, "--gpu", "mi300x", "--nnodes", "2", "--context-len", "512")
+    assert (fits.returncode, fits.stdout.splitlines()[-1]) == (0, "fits"), fits.stderr
+    too_small = here(*launch, "--hbm-gib", "1.1")
+    assert too_small.returncode == 1
+    assert too_small.stdout.splitlines()[-1].startswith("does not fit: ")
+    as_json = here(*launch, "--hbm-gib", "1.1", "--json")
+    assert as_json.returncode == 1
+    assert json.loads(as_json.stdout)["why"] in too_small.stdout
+    assert_refused(here(*launch, "--gpu", "mi300x", "--nnodes", "4"), "--tp 2", "legal --nnodes")
+    assert_refused(here(*launch, "--gpu", "gtx"), "--gpu gtx", "mi300x")
+    assert_refused(here(*launch, "--json"), "--gpu NAME")
+    assert_refused(here(*launch, "--gpu", "h200", "--kv-cache-dtype", "int4"), "--kv-cache-dtype", "fp8_e4m3")
 
 
 def test_make_checkpoint_writes_the_same_bytes_for_the_same_seed(

@@ -41,6 +41,7 @@ ITEMSIZES: Mapping[str, int] = {
     "F64": 8,
 }
 _BITS: Mapping[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 1 << 30
 _BLOCK_BYTES = 32 << 20
 
@@ -92,7 +93,7 @@ class CheckpointReader:
         self.bytes_kept = 0
         self._headers: dict[str, dict[str, TensorInfo]] = {}
         self._files: dict[str, int] = {}
-        self._indexed = (self.path / "model.safetensors.index.json").exists()
+        self._indexed = (self.path / INDEX).exists()
         self.names: Mapping[str, str] = self._read_index() if self._indexed else self._read_single()
 
     def __enter__(self) -> Self:
@@ -196,22 +197,29 @@ class CheckpointReader:
         self.bytes_read += done
 
     def _read_index(self) -> dict[str, str]:
-        path = self.path / "model.safetensors.index.json"
-        try:
-            index = msgspec.json.decode(path.read_bytes(), type=_Index)
-        except msgspec.MsgspecError as error:
-            raise UserError(f"{path} is not a safetensors index: {error}") from error
-        names = {name: sys.intern(file) for name, file in index.weight_map.items()}
+        names = read_index(self.path / INDEX)
         for file in sorted(set(names.values())):
             if os.path.basename(file) != file or not (self.path / file).is_file():
-                raise UserError(f"{path} names {file}, but {self.path} has no such file")
+                raise UserError(f"{self.path / INDEX} names {file}, but {self.path} has no such file")
         return names
 
     def _read_single(self) -> dict[str, str]:
         file = "model.safetensors"
         if not (self.path / file).is_file():
-            raise UserError(f"{self.path} has neither model.safetensors.index.json nor {file}")
+            raise UserError(f"{self.path} has neither {INDEX} nor {file}")
         return dict.fromkeys(self.header(file), file)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file of every tensor, as an index says; the files themselves need not be there.
+
+    Errors: UserError for what is no index.
+    """
+    try:
+        index = msgspec.json.decode(path.read_bytes(), type=_Index)
+    except msgspec.MsgspecError as error:
+        raise UserError(f"{path} is not a safetensors index: {error}") from error
+    return {name: sys.intern(file) for name, file in index.weight_map.items()}
 
 
 def _parse_header(path: Path, file: str) -> dict[str, TensorInfo]:

@@ -11,7 +11,7 @@ from rocm_serve.config.launcher import MAX_PORT, Membership, join_address, membe
 from rocm_serve.config.load import flag_name
 from rocm_serve.config.schema import DeviceName, DtypeName, KvDtypeName, Resolved, ServeConfig
 from rocm_serve.errors import UserError
-from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, stage_params
+from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, one_of_each, stage_params
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform.facts import Platform
 from rocm_serve.platform.network import Network
@@ -54,10 +54,8 @@ def check_degrees(config: ServeConfig, facts: ModelFacts) -> None:
     """
     if not 1 <= config.pp <= facts.num_layers:
         raise UserError(f"--pp {config.pp}: {facts.num_layers} layers cannot be cut so; legal: 1..{facts.num_layers}")
-    mesh = Mesh(config.tp, config.pp)
-    for stage in range(config.pp):
-        coord = mesh.coord(stage * config.tp)
-        stage_params(facts, coord, formats=ConfigFormats(facts), mtp=False)
+    short = one_of_each(facts)
+    stage_params(short, Mesh(config.tp, 1).coord(0), formats=ConfigFormats(short), mtp=False)
 
 
 def check_ops(config: ServeConfig, facts: ModelFacts) -> None:

@@ -5,23 +5,26 @@ Units: bytes, unless a name says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Literal
 
-from rocm_serve.checkpoint.ledger import check_stage, stage_catalogue
-from rocm_serve.checkpoint.reader import ITEMSIZES, CheckpointReader, read_config
+from rocm_serve.checkpoint.ledger import check_stage
+from rocm_serve.checkpoint.reader import INDEX, ITEMSIZES, CheckpointReader, read_config, read_index
+from rocm_serve.checkpoint.rules import catalogue
 from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import (
     ConfigFormats,
     Formats,
     ModelFacts,
+    one_of_each,
     parse_config,
     stage_layers,
     stage_params,
 )
-from rocm_serve.parallel.layout import Param, Place, copies, legal_degrees, local_bytes
+from rocm_serve.parallel.layout import Axis, Param, Place, copies, legal_degrees, local_bytes
 from rocm_serve.parallel.mesh import Coord, Mesh
 
 GROUPS = ("embedding", "layers", "head", "mtp")
@@ -53,51 +56,126 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Survey:
+    """What a model is known from: its configuration, and its index or its shards where they are.
+
+    `names` maps tensors to files; None when there is neither. `reader` is there when every shard is.
+    """
+
+    path: Path  # of the directory
+    facts: ModelFacts
+    names: Mapping[str, str] | None
+    reader: CheckpointReader | None
+
+    @property
+    def source(self) -> Literal["the configuration alone", "configuration and index", "checkpoint headers"]:
+        if self.reader is not None:
+            return "checkpoint headers"
+        return "the configuration alone" if self.names is None else "configuration and index"
+
+    @property
+    def missing_files(self) -> tuple[str, ...]:
+        """Shards that the index names and the directory lacks."""
+        files = sorted(set((self.names or {}).values()))
+        return tuple(file for file in files if not (self.path / file).is_file())
+
+    def file_bytes(self, files: Sequence[str]) -> int | None:
+        """Add up the sizes of `files`; None unless all are there."""
+        paths = [self.path / file for file in files]
+        return sum(path.stat().st_size for path in paths) if all(path.is_file() for path in paths) else None
+
+
+@dataclass(frozen=True, slots=True)
+class StageTable:
+    """One stage: its parameters, the item sizes of its stored tensors (from headers), its files (from the index)."""
+
+    params: Mapping[str, Param]
+    stored: Mapping[str, int] | None
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A launch as it would be: the mesh, the legal tensor-parallel degrees, the ranks that were asked for."""
 
     facts: ModelFacts
     mesh: Mesh
     legal_tp: tuple[int, ...]
-    from_headers: bool
+    source: str
     ranks: tuple[RankPlan, ...]
+
+    @property
+    def from_headers(self) -> bool:
+        return self.source == "checkpoint headers"
 
     def lines(self) -> tuple[str, ...]:
         """Say it for people."""
-        source = "checkpoint headers" if self.from_headers else "the configuration alone"
         legal = ", ".join(map(str, self.legal_tp))
-        head = f"tp {self.mesh.tp} x pp {self.mesh.pp} by {source}; legal tp: {legal}"
-        return (head, *(_line(rank) for rank in self.ranks))
+        head = f"tp {self.mesh.tp} x pp {self.mesh.pp} by {self.source}; legal tp: {legal}"
+        return (head, *(rank_line(rank) for rank in self.ranks))
+
+
+def survey(model: str | Path) -> Survey:
+    """Look at `model`: a checkpoint directory, a directory with a config.json only, or such a file.
+
+    Errors: UserError for what is neither, a broken configuration or index.
+    """
+    path = Path(model)
+    if path.is_file():
+        if path.name != "config.json":
+            raise UserError(f"{path} is not a config.json or a directory with one")
+        # The file alone was named: what lies beside it may be of another model.
+        return Survey(path.parent, parse_config(read_config(path.parent)[0]), None, None)
+    facts = parse_config(*read_config(path))
+    if (path / INDEX).is_file():
+        names = read_index(path / INDEX)
+        if not all((path / file).is_file() for file in set(names.values())):
+            return Survey(path, facts, names, None)
+    elif not any(path.glob("*.safetensors")):
+        return Survey(path, facts, None, None)
+    reader = CheckpointReader(path)
+    return Survey(path, facts, reader.names, reader)
+
+
+def stage_table(seen: Survey, coord: Coord, *, mtp: bool) -> StageTable:
+    """Make the table of one stage, checked against the headers where there are any."""
+    facts = seen.facts
+    if seen.names is None:
+        return StageTable(stage_params(facts, coord, formats=ConfigFormats(facts), mtp=mtp), None, ())
+    layers = stage_layers(facts, coord)
+    tied = facts.tie_word_embeddings
+    found = catalogue(seen.names, layers, first=coord.first_stage, last=coord.last_stage, mtp=mtp, tied=tied)
+    params = stage_params(facts, coord, formats=found, mtp=mtp)
+    files = tuple(sorted({seen.names[name] for name in found.tensors.values()}))
+    if seen.reader is None:
+        return StageTable(params, None, files)
+    infos = check_stage(seen.reader, facts, params, found)
+    return StageTable(params, {key: ITEMSIZES[info.dtype] for key, info in infos.items()}, files)
 
 
 def plan(
     model: str | Path, tp: int, pp: int, rank: int | None = None, *, mtp: bool | None = None, model_itemsize: int = 2
 ) -> Plan:
-    """Plan the launch of `model`: a checkpoint directory, a directory with a config.json only, or such a file.
+    """Plan the weights of a launch of `model` (see `survey`).
 
     `rank` None plans every rank, by headers only the shards of the stages asked for are looked at. `mtp` None: as
     the model has it. `model_itemsize` is that of the dtype the model runs in.
     Errors: UserError for an illegal degree or rank, a broken configuration, a checkpoint that does not match it.
     """
-    path = Path(model)
-    reader = None
-    if path.is_file():
-        facts = parse_config(_config_file(path))
-    else:
-        facts = parse_config(*read_config(path))
-        reader = CheckpointReader(path) if any(path.glob("*.safetensors*")) else None
+    seen = survey(model)
+    facts = seen.facts
     mesh = _mesh(tp, pp, rank)
     wanted = bool(facts.mtp_layers) if mtp is None else mtp
     ranks = range(mesh.world) if rank is None else (rank,)
     planned: list[RankPlan] = []
-    stages: dict[int, tuple[dict[str, Param], Mapping[str, int] | None]] = {}
+    stages: dict[int, StageTable] = {}
     for one in ranks:
         coord = mesh.coord(one)
         if coord.stage not in stages:
-            stages[coord.stage] = _stage(facts, coord, reader, wanted)
-        params, itemsizes = stages[coord.stage]
-        planned.append(plan_rank(facts, coord, params, model_itemsize=model_itemsize, stored=itemsizes))
-    return Plan(facts, mesh, legal_tp(facts, ConfigFormats(facts)), reader is not None, tuple(planned))
+            stages[coord.stage] = stage_table(seen, coord, mtp=wanted)
+        table = stages[coord.stage]
+        planned.append(plan_rank(facts, coord, table.params, model_itemsize=model_itemsize, stored=table.stored))
+    return Plan(facts, mesh, legal_tp(facts), seen.source, tuple(planned))
 
 
 def plan_rank(
@@ -115,7 +193,7 @@ def plan_rank(
     groups = dict.fromkeys(GROUPS, 0)
     tp, tp_rank = coord.mesh.tp, coord.tp_rank
     for name, param in params.items():
-        groups[_group(name)] += local_bytes(param, tp, tp_rank, model_itemsize=model_itemsize)
+        groups[group_of(name)] += local_bytes(param, tp, tp_rank, model_itemsize=model_itemsize)
     disk = None
     if stored is not None:
         place = Place(tp, tp_rank)
@@ -138,26 +216,13 @@ def checkpoint_totals(
     return CheckpointTotals(len(stored), sum(weights), sum(size * width for size, width in stored.values()))
 
 
-def legal_tp(facts: ModelFacts, formats: Formats) -> tuple[int, ...]:
-    """List the tensor-parallel degrees at which no head, expert column or scale block is cut.
+def legal_tp(facts: ModelFacts, formats: Formats | None = None, axis: Axis = Axis.TP) -> tuple[int, ...]:
+    """List the tensor-parallel (or expert-parallel) degrees at which no head, expert or scale block is cut.
 
     One layer of each kind speaks for all.
     """
-    some = max(facts.layer_types.index(kind) for kind in set(facts.layer_types)) + 1
-    short = replace(facts, num_layers=some, layer_types=facts.layer_types[:some])
-    params = stage_params(short, Mesh(1, 1).coord(0), formats=formats, mtp=False)
-    return legal_degrees(split for param in params.values() for split in param.splits)
-
-
-def _stage(
-    facts: ModelFacts, coord: Coord, reader: CheckpointReader | None, mtp: bool
-) -> tuple[dict[str, Param], Mapping[str, int] | None]:
-    if reader is None:
-        return stage_params(facts, coord, formats=ConfigFormats(facts), mtp=mtp), None
-    found = stage_catalogue(reader, facts, coord, mtp=mtp)
-    params = stage_params(facts, coord, formats=found, mtp=mtp)
-    infos = check_stage(reader, facts, params, found)
-    return params, {key: ITEMSIZES[info.dtype] for key, info in infos.items()}
+    params = stage_params(one_of_each(facts), Mesh(1, 1).coord(0), formats=formats or ConfigFormats(facts), mtp=False)
+    return legal_degrees((split for param in params.values() for split in param.splits), axis)
 
 
 def _mesh(tp: int, pp: int, rank: int | None) -> Mesh:
@@ -168,13 +233,7 @@ def _mesh(tp: int, pp: int, rank: int | None) -> Mesh:
     return Mesh(tp, pp)
 
 
-def _config_file(path: Path) -> dict[str, object]:
-    if path.name != "config.json":
-        raise UserError(f"{path} is not a config.json or a directory with one")
-    return read_config(path.parent)[0]
-
-
-def _group(name: str) -> str:
+def group_of(name: str) -> str:
     if name.startswith("mtp."):
         return "mtp"
     if ".layers." in name:
@@ -182,14 +241,14 @@ def _group(name: str) -> str:
     return "embedding" if "embed_tokens" in name else "head"
 
 
-def _line(rank: RankPlan) -> str:
-    groups = ", ".join(f"{name} {_human(size)}" for name, size in rank.weight_bytes.items() if size)
-    disk = "" if rank.disk_bytes is None else f"; keeps {_human(rank.disk_bytes)} of the files"
+def rank_line(rank: RankPlan) -> str:
+    groups = ", ".join(f"{name} {human(size)}" for name, size in rank.weight_bytes.items() if size)
+    disk = "" if rank.disk_bytes is None else f"; keeps {human(rank.disk_bytes)} of the files"
     return (
         f"rank {rank.rank} (stage {rank.stage}, layers {rank.layers.start}..{rank.layers.stop - 1}):"
-        f" {_human(rank.total_bytes)} of weights ({groups}){disk}"
+        f" {human(rank.total_bytes)} of weights ({groups}){disk}"
     )
 
 
-def _human(size: int) -> str:
+def human(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

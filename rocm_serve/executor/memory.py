@@ -79,16 +79,19 @@ def step_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, res
     way between stages come on top: `pp + 1` messages that leave, `pp` that were asked for.
     """
     tp, tp_rank = coord.mesh.tp, coord.tp_rank
-    shapes = [local_shape(p, tp, tp_rank) for name, p in params.items() if not name.endswith("embed_tokens.weight")]
-    matrices = [s for s in shapes if len(s) >= 2]
-    widest = max((s[-2] for s in matrices), default=0)
+    shapes = {
+        name: local_shape(p, tp, tp_rank) for name, p in params.items() if not name.endswith("embed_tokens.weight")
+    }
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) >= 2}
+    # The head's rows are the logits, which are counted by themselves.
+    widest = max((shape[-2] for name, shape in matrices.items() if name != "lm_head.weight"), default=0)
     rows = padded(resolved.chunked_prefill_size + resolved.max_running_requests, CPU_ROW_MULTIPLE)
     total = rows * 4 * (6 * facts.hidden_size + 3 * widest * max(1, facts.top_k))
     if coord.last_stage:
         vocab_local = -(-facts.vocab_size // tp)
         total += (3 * padded(resolved.max_running_requests, CPU_ROW_MULTIPLE) + 2 * SCORED_ROWS) * vocab_local * 4
     if resolved.device == "cpu" and resolved.dtype == "bfloat16":
-        total += 4 * max((prod(s[-2:]) for s in matrices), default=0)
+        total += 4 * max((prod(shape[-2:]) for shape in matrices.values()), default=0)
     pp = coord.mesh.pp
     messages = (0 if coord.last_stage else pp + 1) + (0 if coord.first_stage else pp)
     return total + messages * rows * facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
@@ -166,8 +169,7 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
             f"--max-total-tokens {resolved.max_total_tokens} holds no request of --max-model-len {length};"
             f" legal: at least {least_pages * page_size}"
         )
-    for budget in budgets:
-        _check_one_request(budget, least_pages, page_size, length)
+    _check_one_request(budgets, least_pages, page_size, length)
     slots, slots_why = _least(
         [(resolved.max_running_requests, f"--max-running-requests {resolved.max_running_requests}")]
         + [(_slots_afforded(b, least_pages), _blame(b, mesh, "a slot", b.slot_bytes)) for b in budgets]
@@ -207,16 +209,22 @@ def _blame(budget: WorkerLoaded, mesh: Mesh, what: str, cost: int) -> str:
     return f"memory of rank {budget.rank} (stage {stage}): {human(budget.cache_bytes)} for caches, {what} {human(cost)}"
 
 
-def _check_one_request(budget: WorkerLoaded, least_pages: int, page_size: int, length: int) -> None:
-    need = least_pages * budget.page_bytes + 2 * budget.slot_bytes
-    if need <= budget.cache_bytes:
+def _check_one_request(budgets: Sequence[WorkerLoaded], least_pages: int, page_size: int, length: int) -> None:
+    """Refuse what the tightest rank cannot hold, so that the advice is good for all of them."""
+
+    def pages_left(budget: WorkerLoaded) -> int:
+        left = budget.cache_bytes - 2 * budget.slot_bytes
+        return -1 if left < 0 else left // budget.page_bytes if budget.page_bytes else least_pages
+
+    tightest = min(budgets, key=pages_left)
+    pages = pages_left(tightest)
+    if pages >= least_pages:
         return
-    left = budget.cache_bytes - 2 * budget.slot_bytes
-    fits = left // budget.page_bytes * page_size if budget.page_bytes and left > 0 else 0
-    advice = f"--max-model-len {fits} fits" if fits else "raise --mem-fraction, --tp or --pp"
+    need = least_pages * tightest.page_bytes + 2 * tightest.slot_bytes
+    advice = f"--max-model-len {pages * page_size} fits" if pages > 0 else "raise --mem-fraction, --tp or --pp"
     raise UserError(
-        f"one request of {length} tokens does not fit: it needs {human(need)} of caches on rank {budget.rank},"
-        f" which has {human(budget.cache_bytes)}; {advice}"
+        f"one request of {length} tokens does not fit: it needs {human(need)} of caches on rank {tightest.rank},"
+        f" which has {human(tightest.cache_bytes)}; {advice}"
     )
 
 

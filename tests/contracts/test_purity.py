@@ -11,7 +11,7 @@ import grimp
 import pytest
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-PURE_PACKAGES = ["config", "tokens", "engine", "server"]
+PURE_PACKAGES = ["config", "diagnostics", "tokens", "engine", "server"]
 PURE_MODULES = [
     "types",
     "messages",
@@ -30,7 +30,6 @@ PURE_MODULES = [
     "checkpoint.reader",
     "checkpoint.ledger",
     "models.qwen3_5.spec",
-    "diagnostics.plan",
 ]
 BANNED = ["torch", "triton", "transformers", "aiter", "mori"]
 

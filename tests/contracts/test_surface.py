@@ -46,7 +46,9 @@ def options_of(callback: Callable[..., Any]) -> dict[str, Any]:
     options = {}
     for name, parameter in inspect.signature(callback).parameters.items():
         kind, option = get_args(hints[name])[:2]
-        flag = option.param_decls[0] if option.param_decls else flag_name(name)
+        # Inside Annotated, typer keeps the first spelling where a default would be.
+        spellings = [word for word in (option.default, *(option.param_decls or ())) if isinstance(word, str)]
+        flag = next((word for word in spellings if word.startswith("--")), flag_name(name))
         required = parameter.default is inspect.Parameter.empty
         options[flag] = {"type": str(kind), "default": "required" if required else repr(parameter.default)}
     return options

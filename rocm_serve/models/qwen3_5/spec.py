@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Protocol
 
@@ -24,6 +24,7 @@ __all__ = [
     "Quantization",
     "Rope",
     "Yarn",
+    "one_of_each",
     "parse_config",
     "promised_fp8",
     "scale_key",
@@ -94,6 +95,12 @@ def stage_layers(facts: ModelFacts, coord: Coord) -> range:
             f"pp {pp} cannot be used: the model has {facts.num_layers} layers; legal: 1..{facts.num_layers}"
         )
     return split_layers(facts.num_layers, pp)[coord.stage]
+
+
+def one_of_each(facts: ModelFacts) -> ModelFacts:
+    """Shorten a model to the first layers that hold every kind: what can be cut there can be cut in all of it."""
+    some = max(facts.layer_types.index(kind) for kind in set(facts.layer_types)) + 1
+    return replace(facts, num_layers=some, layer_types=facts.layer_types[:some])
 
 
 def stage_params(facts: ModelFacts, coord: Coord, *, formats: Formats, mtp: bool) -> dict[str, Param]:

@@ -1,0 +1,161 @@
+"""A launch plan for people (a table on a terminal, plain lines otherwise) and for programs (JSON)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from rocm_serve.diagnostics.launch import Launch, RankMemory
+from rocm_serve.diagnostics.split import Split
+from rocm_serve.executor.memory import human
+
+COLUMNS = ("ranks", "stage", "layers", "weights", "step", "caches", "page", "slot", "outside (estimated)")
+_FILES_SHOWN = 4
+
+
+def show(launch: Launch, console: Console) -> None:
+    """Print the plan."""
+    for line in head_lines(launch):
+        console.print(line)
+    rows = list(rank_rows(launch))
+    if console.is_terminal:
+        table = Table(*COLUMNS)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        for row in rows:
+            console.print(", ".join(f"{name} {value}" for name, value in zip(COLUMNS, row, strict=True)))
+    for line in tail_lines(launch):
+        console.print(line)
+
+
+def head_lines(launch: Launch) -> Iterator[str]:
+    resolved, gpu = launch.resolved, launch.gpu
+    yield (
+        f"plan: tp {resolved.tp} x pp {resolved.pp} on {resolved.nnodes} x {launch.mesh.world // resolved.nnodes}"
+        f" {gpu.name} ({gpu.arch}, {human(gpu.hbm_bytes)} each), by {launch.source}"
+    )
+    tp, ep = ", ".join(map(str, launch.legal.tp)), ", ".join(map(str, launch.legal.ep))
+    yield (
+        f"legal for this model: tp {tp}; pp 1..{launch.legal.pp}; ep {ep}, within a stage"
+        " (the server serves ep 1: that path is not there yet)"
+    )
+    yield f"stages as the server cuts them: {_split(launch.split)}; neutral: {_split(launch.neutral)}"
+    if launch.server_with_mtp is not None and launch.neutral_with_mtp is not None:
+        yield (
+            f"with the draft layer, which the server does not load yet: {_split(launch.server_with_mtp)};"
+            f" neutral: {_split(launch.neutral_with_mtp)}"
+        )
+    yield (
+        f"budget of a rank: --mem-fraction {resolved.mem_fraction:g} of {human(gpu.hbm_bytes)} less"
+        f" {human(launch.ranks[0].runtime)} of driver and libraries (estimated) = {human(launch.ranks[0].allowed)};"
+        f" {resolved.dtype}, KV in {resolved.kv_cache_dtype}"
+    )
+
+
+def rank_rows(launch: Launch) -> Iterator[tuple[str, ...]]:
+    """One row for ranks that hold the same."""
+    for _, group in groupby(launch.ranks, key=_same):
+        ranks = list(group)
+        one, weights = ranks[0], ranks[0].weights
+        last = ranks[-1].weights.rank
+        parts = ", ".join(f"{name} {human(size)}" for name, size in weights.weight_bytes.items() if size)
+        yield (
+            f"{weights.rank}" if last == weights.rank else f"{weights.rank}..{last}",
+            f"{weights.stage}",
+            f"{weights.layers.start}..{weights.layers.stop - 1}",
+            f"{human(weights.total_bytes)} ({parts})",
+            human(one.step),
+            human(one.cache) if one.cache > 0 else f"none: {human(-one.cache)} too much",
+            human(one.page),
+            human(one.slot),
+            f"communicators {human(one.communicators)}, graphs {human(one.graphs)}",
+        )
+
+
+def tail_lines(launch: Launch) -> Iterator[str]:
+    for node in launch.nodes:
+        size = "" if node.nbytes is None else f", {human(node.nbytes)}"
+        shown = " ".join(node.files[:_FILES_SHOWN]) + (" ..." if len(node.files) > _FILES_SHOWN else "")
+        yield f"node {node.node} reads {len(node.files)} files{size}: {shown}"
+    if launch.missing_files:
+        yield f"not here yet: {len(launch.missing_files)} of the files that the index names"
+    if launch.limits is not None:
+        limits = launch.limits
+        for field in ("max_model_len", "num_pages", "num_slots"):
+            yield f"effective {field} = {getattr(limits, field)}  ({limits.reasons[field]})"
+        for load in launch.concurrency:
+            yield f"at {load.length} tokens: {load.at_once} requests at once; memory alone allows {load.by_memory}"
+    yield verdict(launch)
+
+
+def verdict(launch: Launch) -> str:
+    """Say yes, or no and why, in one line."""
+    if launch.why is None:
+        return "fits"
+    return f"does not fit: {launch.why}" + (f"; {launch.fits_with}" if launch.fits_with else "")
+
+
+def to_json(launch: Launch) -> bytes:
+    """Encode the plan; sizes in bytes, every rank on its own."""
+    resolved, limits = launch.resolved, launch.limits
+    plan = {
+        "fits": launch.fits,
+        "why": launch.why,
+        "fits_with": launch.fits_with,
+        "source": launch.source,
+        "architecture": launch.facts.architecture,
+        "gpu": launch.gpu,
+        "tp": resolved.tp,
+        "pp": resolved.pp,
+        "nnodes": resolved.nnodes,
+        "mtp": launch.mtp,
+        "mem_fraction": resolved.mem_fraction,
+        "max_model_len": resolved.max_model_len,
+        "kv_cache_dtype": resolved.kv_cache_dtype,
+        "legal": launch.legal,
+        "splits": {
+            "server": launch.split,
+            "neutral": launch.neutral,
+            "server_with_mtp": launch.server_with_mtp,
+            "neutral_with_mtp": launch.neutral_with_mtp,
+        },
+        "ranks": [_rank_json(one) for one in launch.ranks],
+        "nodes": launch.nodes,
+        "missing_files": launch.missing_files,
+        "limits": None if limits is None else msgspec.structs.asdict(limits),
+        "kv_tokens": None if limits is None else limits.num_pages * limits.page_size,
+        "concurrency": launch.concurrency,
+    }
+    return msgspec.json.format(msgspec.json.encode(plan), indent=1)
+
+
+def _rank_json(one: RankMemory) -> dict[str, object]:
+    weights = one.weights
+    return {
+        "rank": weights.rank,
+        "stage": weights.stage,
+        "layers": [weights.layers.start, weights.layers.stop],
+        "weight_bytes": dict(weights.weight_bytes),
+        "disk_bytes": weights.disk_bytes,
+        "allowed_bytes": one.allowed,
+        "step_bytes": one.step,
+        "cache_bytes": one.cache,
+        "page_bytes": one.page,
+        "slot_bytes": one.slot,
+        "estimates": {"runtime": one.runtime, "communicators": one.communicators, "graphs": one.graphs},
+    }
+
+
+def _split(split: Split) -> str:
+    return f"{split.words} ({', '.join(human(size) for size in split.stage_bytes)} of weights a rank)"
+
+
+def _same(one: RankMemory) -> tuple[object, ...]:
+    weights = one.weights
+    return weights.stage, tuple(weights.weight_bytes.items()), one.allowed, one.step, one.cache, one.page, one.slot
