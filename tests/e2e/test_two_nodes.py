@@ -1,0 +1,242 @@
+"""Two nodes on one host: one process's bits, one orderly end, and one death for all, whoever dies and when."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rocm_serve.checkpoint.synthetic import make_checkpoint
+from rocm_serve.executor.heartbeat import Phase
+from tests.e2e.harness import Server
+from tests.e2e.two_nodes import TwoNodes, completion, free_ports, serving
+
+pytestmark = pytest.mark.multirank
+
+DEADLINE_S = 4
+ENDED_S = 15.0  # what the product promises after it has noticed
+SMALL = ["--mem-fraction", "0.05", "--max-model-len", "4096", "--max-running-requests", "4"]
+PP2 = ["--tp", "1", "--pp", "2", *SMALL]
+TP2_PP2 = ["--tp", "2", "--pp", "2", *SMALL]
+PROMPTS = [[5, 6, 7], list(range(100, 350)), [9] * 65]
+
+
+@pytest.fixture(scope="session")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("two-nodes") / "tiny", "text-bf16", "bf16", seed=11, layers=4)
+
+
+def answers(client: Any) -> list[Any]:
+    asked = {"max_tokens": 12, "logprobs": 3, "return_tokens_as_token_ids": True}
+    return [completion(client, prompt, **asked)["choices"] for prompt in PROMPTS]
+
+
+@contextmanager
+def a_request(nodes: TwoNodes, prompt: list[int], **body: object) -> Iterator[list[dict[str, Any]]]:
+    """Have a request open; what it was answered is in the list once the block is left."""
+    got: list[dict[str, Any]] = []
+
+    def ask() -> None:
+        with nodes.client() as client:
+            got.append(completion(client, prompt, **body))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield got
+    finally:
+        thread.join(timeout=60)
+
+
+def in_phase(nodes: TwoNodes, name: str, phase: Phase) -> Callable[[], bool]:
+    def there() -> bool:
+        seen = nodes.progress(name)
+        return seen is not None and seen.phase is phase and (seen.step >= 0 or phase is Phase.LOADING)
+
+    return there
+
+
+def check_ended(nodes: TwoNodes, *, without: str = "") -> None:
+    """Both nodes end with codes that are not 0, and nothing is left."""
+    codes = nodes.end(ENDED_S)
+    assert all(code != 0 for code in codes), codes
+    for node in nodes.nodes:
+        if f"node-{node.rank}" != without:
+            assert node.process.returncode == 1
+
+
+def test_two_nodes_give_the_bits_of_one_process_and_a_sigterm_on_either_ends_both(
+    four_layers: Path, tmp_path: Path
+) -> None:
+    with Server(four_layers, tmp_path / "one", SMALL) as one, one.client() as client:
+        expected = answers(client)
+    with serving(four_layers, tmp_path / "two", PP2) as nodes:
+        with nodes.client() as client:
+            assert answers(client) == expected
+        nodes.signal("node-1", signal.SIGTERM)
+        assert nodes.end(30) == (0, 0)
+
+
+def test_a_killed_rank_on_the_other_node_is_health_503_an_error_object_and_the_end_of_both(
+    four_layers: Path, tmp_path: Path
+) -> None:
+    with serving(four_layers, tmp_path, PP2) as nodes:
+        with a_request(nodes, [5, 6, 7], max_tokens=2000) as got:
+            nodes.until(in_phase(nodes, "rank-1", Phase.DECODE), 30, "no decode step")
+            nodes.signal("rank-1", signal.SIGKILL)
+            assert nodes.until(lambda: nodes.health() == 503, 10, "/health still well") < 5, "2 s on a quiet machine"
+        assert "rank-1 ended with signal SIGKILL" in got[0]["error"]["message"]
+        assert "decode" in got[0]["error"]["message"] and "step" in got[0]["error"]["message"]
+        check_ended(nodes)
+        assert all("rank-1 ended with signal SIGKILL" in node.log for node in nodes.nodes)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_stages_on_two_nodes_give_the_bits_of_one_host(four_layers: Path, tmp_path: Path) -> None:
+    with Server(four_layers, tmp_path / "one", TP2_PP2) as one, one.client() as client:
+        expected = answers(client)
+    with serving(four_layers, tmp_path / "two", TP2_PP2) as nodes:
+        with nodes.client() as client:
+            assert answers(client) == expected
+        nodes.signal("node-0", signal.SIGTERM)
+        assert nodes.end(30) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rank-0", "rank-1"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_killed_or_stopped_while_loading_ends_both(
+    four_layers: Path, tmp_path: Path, name: str, how: signal.Signals
+) -> None:
+    with TwoNodes(four_layers, tmp_path, [*PP2, "--watchdog-timeout", str(DEADLINE_S)]) as nodes:
+        nodes.until(in_phase(nodes, name, Phase.LOADING), 60, "no rank was seen loading")
+        nodes.signal(name, how)
+        nodes.until(lambda: any(n.process.poll() is not None for n in nodes.nodes), DEADLINE_S + ENDED_S, "no end")
+        check_ended(nodes)
+        words = (
+            f"{name} ended with signal SIGKILL" if how is signal.SIGKILL else f"{name.replace('-', ' ')} has made no"
+        )
+        assert all(words in node.log for node in nodes.nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+@pytest.mark.parametrize("name", ["rank-0", "rank-1"])
+def test_a_stopped_rank_is_found_by_the_step_deadline_and_shows_its_stack(
+    four_layers: Path, tmp_path: Path, name: str, phase: Phase
+) -> None:
+    flags = [*PP2, "--watchdog-timeout", str(DEADLINE_S)]
+    with serving(four_layers, tmp_path, flags) as nodes:
+        prompt = [5] * (4000 if phase is Phase.PREFILL else 3)
+        with a_request(nodes, prompt, max_tokens=50 if phase is Phase.PREFILL else 2000) as got:
+            nodes.until(in_phase(nodes, name, phase), 30, f"no {phase.words} step")
+            nodes.signal(name, signal.SIGSTOP)
+            nodes.until(lambda: nodes.health() == 503, DEADLINE_S + 10, "/health still well")
+        message = got[0]["error"]["message"]
+        rank = name.replace("-", " ")
+        assert message.startswith(f"{rank} has made no progress for {DEADLINE_S} s: step ")
+        assert phase.words in message and "stopped by a signal" in message
+        check_ended(nodes)
+        owner = nodes.nodes[int(name[-1])]
+        assert f"[{name}] stacks" in owner.log and "most recent call first" in owner.log
+        assert "backbone.py" in owner.log, "the stack says where in the model"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["node-0", "node-1", "core"])
+def test_whoever_else_is_killed_ends_everything(four_layers: Path, tmp_path: Path, name: str) -> None:
+    with serving(four_layers, tmp_path, PP2) as nodes:
+        with a_request(nodes, [5, 6, 7], max_tokens=2000) if name != "node-0" else no_request() as got:
+            nodes.signal(name, signal.SIGKILL)
+        check_ended(nodes, without=name)
+        assert all("error" in answer for answer in got)
+
+
+@contextmanager
+def no_request() -> Iterator[list[dict[str, Any]]]:
+    yield []
+
+
+@pytest.mark.slow
+def test_a_frozen_supervisor_is_noticed_by_its_silence_and_a_stopped_core_by_the_deadline(
+    four_layers: Path, tmp_path: Path
+) -> None:
+    with serving(four_layers, tmp_path / "silent", PP2) as nodes:
+        nodes.signal("node-1", signal.SIGSTOP)
+        nodes.until(lambda: nodes.health() == 503, 15, "/health still well")
+        nodes.until(lambda: nodes.nodes[0].process.poll() is not None, ENDED_S, "node 0 lives on")
+        assert nodes.nodes[0].process.returncode == 1 and "node 1 at 127.0.0.1" in nodes.nodes[0].log
+        assert "has been silent" in nodes.nodes[0].log
+        nodes.signal("node-1", signal.SIGCONT)
+        check_ended(nodes)
+    with serving(four_layers, tmp_path / "core", [*PP2, "--watchdog-timeout", str(DEADLINE_S)]) as nodes:
+        nodes.signal("core", signal.SIGSTOP)
+        nodes.until(lambda: nodes.health() == 503, DEADLINE_S + 10, "/health still well")
+        check_ended(nodes)
+        assert "the engine core has made no progress" in nodes.nodes[1].log
+
+
+@pytest.mark.slow
+def test_a_prefill_longer_than_the_deadline_is_no_death(four_layers: Path, tmp_path: Path) -> None:
+    deadline_s = 2
+    flags = [
+        *PP2,
+        "--watchdog-timeout",
+        str(deadline_s),
+        "--chunked-prefill-size",
+        "4096",
+        "--trace",
+        str(tmp_path / "t"),
+    ]
+    with serving(four_layers, tmp_path / "two", flags) as nodes:
+        with nodes.client() as client:
+            answer = completion(client, [[5] * 4000, [6] * 4000], max_tokens=2)
+        assert answer["usage"]["completion_tokens"] == 4
+        nodes.signal("node-0", signal.SIGTERM)
+        assert nodes.end(30) == (0, 0)
+
+
+def test_a_node_that_waits_says_so_and_gives_up_after_dist_timeout(four_layers: Path, tmp_path: Path) -> None:
+    nodes = TwoNodes(four_layers, tmp_path, [*PP2, "--dist-timeout", "7"])
+    address = f"127.0.0.2:{free_ports()}"
+    try:
+        first = nodes.start_node(0, address)
+        nodes.until(lambda: first.process.poll() is not None, 60, "it waits for ever")
+        assert first.process.returncode == 1
+        assert "waiting for node 1 of 2 at 127.0.0.2:" in first.log and "nothing has connected yet for 5 s" in first.log
+        assert "gave up after --dist-timeout 7 s" in first.log
+    finally:
+        nodes.__exit__(None, None, None)
+
+
+def test_nodes_that_differ_are_refused_on_both_sides_by_key(four_layers: Path, tmp_path: Path) -> None:
+    nodes = TwoNodes(four_layers, tmp_path, PP2)
+    address = f"127.0.0.2:{free_ports()}"
+    try:
+        nodes.start_node(0, address)
+        nodes.start_node(1, address, "--page-size", "32", "--seed", "5")
+        assert nodes.end(60) == (2, 2)
+        for node in nodes.nodes:
+            assert (
+                "page-size: 16 on node 0, 32 on node 1; " in node.log and "seed: 0 on node 0, 5 on node 1" in node.log
+            )
+    finally:
+        nodes.__exit__(None, None, None)
+
+
+def test_sigusr1_writes_the_stacks_of_any_process_to_its_log(four_layers: Path, tmp_path: Path) -> None:
+    with serving(four_layers, tmp_path, PP2) as nodes:
+        places = {"node-0": nodes.nodes[0].log_path, "node-1": nodes.nodes[1].log_path}
+        for name, node in (("core", 0), ("rank-0", 0), ("rank-1", 1)):
+            places[name] = Path(nodes.nodes[node].run_dir) / "logs" / f"{name}.log"
+        for name in places:
+            nodes.signal(name, signal.SIGUSR1)
+        for name, log in places.items():
+            nodes.until(lambda: "most recent call first" in log.read_text(), 10, f"no stacks of {name}")  # noqa: B023
+        nodes.signal("node-0", signal.SIGTERM)
+        assert nodes.end(30) == (0, 0)
