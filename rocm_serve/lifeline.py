@@ -26,6 +26,11 @@ def show_stacks_on_signal() -> None:
     faulthandler.register(STACKS_SIGNAL, file=_STDERR, all_threads=True)
 
 
+def show_stacks_now() -> None:
+    """Write them without being asked."""
+    faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+
+
 def die_with_parent() -> None:
     """End this process, at once, when the pipe that the supervisor gave it as standard input closes.
 

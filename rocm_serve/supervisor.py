@@ -19,19 +19,15 @@ from rocm_serve.children import USER_ERROR, Child, child_environment, end_proces
 from rocm_serve.config.launcher import split_address
 from rocm_serve.config.schema import Resolved
 from rocm_serve.control import CONTROL_PORT, FollowerLink, GroupLost, LeaderLink, Link
-from rocm_serve.executor.heartbeat import Phase
 from rocm_serve.messages import AskToStop, Beat, ControlMessage, DumpStacks, GroupDown, Leave, RankBeat, Stacks
-from rocm_serve.watchdog import Stuck, Watch
+from rocm_serve.watchdog import BEAT_S, Stuck, Watch, rank_beat
 
 _TICK_S = 0.1
-_BEAT_S = 0.5
 _SIBLINGS_S = 0.5  # neighbours of a dead process fail within this time; the cause is looked for among all
 _PROGRESS_S = 5.0  # between lines that say what the start waits for
 _STACKS_S = 2.5  # for other members to send theirs
 _TERM_S = 1.0
 _CORE = -1  # among ranks
-# Idle ranks owe what has been sent; those that start or join have --dist-timeout, which torch keeps.
-_OWE_NOTHING = (Phase.IDLE, Phase.STARTING, Phase.JOINING)
 
 
 class _Over(Exception):
@@ -212,7 +208,7 @@ class Supervisor:
                 self._stop_wish.clear()
                 self._link.send(AskToStop())
         now = time.monotonic()
-        if now - self._last_beat >= _BEAT_S:
+        if now - self._last_beat >= BEAT_S:
             mine = self._beat(self._link, now)
             if self._resolved.member == 0:
                 self._find_stuck(mine, now)
@@ -231,7 +227,7 @@ class Supervisor:
     def _beat(self, link: Link | None, now: float) -> tuple[RankBeat, ...]:
         """Say that this member lives and where its ranks are."""
         mine = tuple(_beat_of(child) for child in self._children)
-        if link is not None and now - self._last_beat >= _BEAT_S:
+        if link is not None and now - self._last_beat >= BEAT_S:
             link.send(Beat(mine))
         self._last_beat = now
         return mine
@@ -325,14 +321,8 @@ class Supervisor:
 
 
 def _beat_of(child: Child) -> RankBeat:
-    progress = child.progress
-    return RankBeat(
-        rank=_CORE if child.rank is None else child.rank,
-        count=progress.beats,
-        phase=progress.phase.words,
-        step=progress.step,
-        layer=progress.layer,
-        owes=child.process.poll() is None and (child.rank is None or progress.phase not in _OWE_NOTHING),
-        waiting=progress.phase.waits_for_others,
-        stopped=child.stopped,
-    )
+    if child.rank is not None:
+        beat = rank_beat(child.rank, child.progress, stopped=child.stopped)
+    else:
+        beat = msgspec.structs.replace(rank_beat(_CORE, child.progress, stopped=child.stopped), owes=True)
+    return msgspec.structs.replace(beat, owes=False) if child.process.poll() is not None else beat

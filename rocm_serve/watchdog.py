@@ -1,4 +1,4 @@
-"""Who is stuck: a rank that owes progress and has made none for too long. Pure: time is given.
+"""Who is stuck: a rank that owes progress and has made none for too long. `Watch` is pure: time is given.
 
 Being slow is not being stuck: every layer of every step counts. Being idle is not being stuck: nothing is owed. A rank
 that waits for others is to blame only when nobody else is.
@@ -6,11 +6,18 @@ that waits for others is to blame only when nobody else is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
+from rocm_serve.executor.heartbeat import Heartbeat, Phase, Progress
 from rocm_serve.messages import RankBeat
 
+BEAT_S: Final = 0.5
+# Idle ranks owe what has been sent; those that start or join have --dist-timeout, which torch keeps.
+_OWE_NOTHING: Final = (Phase.IDLE, Phase.STARTING, Phase.JOINING)
 _TOGETHER_S = 2.0  # ranks that stopped moving within this time of each other are named together
 
 
@@ -58,3 +65,39 @@ class Watch:
             return []
         together = [one for one in owing if one.seconds >= self._timeout_s - _TOGETHER_S]
         return sorted(together, key=lambda one: (not one.beat.stopped, one.beat.waiting, -one.seconds))
+
+
+def rank_beat(rank: int, seen: Progress, *, stopped: bool = False) -> RankBeat:
+    """Put one look at a rank into words for its supervisor and others."""
+    return RankBeat(
+        rank=rank,
+        count=seen.beats,
+        phase=seen.phase.words,
+        step=seen.step,
+        layer=seen.layer,
+        owes=seen.phase not in _OWE_NOTHING,
+        waiting=seen.phase.waits_for_others,
+        stopped=stopped,
+    )
+
+
+class InProcessWatch(threading.Thread):
+    """Watches the one rank that shares this process; `on_stuck` is called once, with the sentence."""
+
+    def __init__(self, heartbeat: Heartbeat, timeout_s: float, on_stuck: Callable[[str], None]) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self._heartbeat = heartbeat
+        self._watch = Watch(timeout_s)
+        self._on_stuck = on_stuck
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(BEAT_S):
+            stuck = self._watch.look([rank_beat(0, self._heartbeat.progress)], -1, time.monotonic())
+            if stuck:
+                self._on_stuck(stuck[0].sentence())
+                return
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._over.set()

@@ -7,22 +7,24 @@ import torch
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
 from rocm_serve.executor.api import ExecutorFailed
+from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.memory import effective_limits
-from rocm_serve.executor.runner import StageRunner, warm_up_plans
+from rocm_serve.executor.runner import StageRunner, phase_of, warm_up_plans, watch_layers
 from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, Plan, StepResult, WorkerLoaded
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
 
 
 class LocalExecutor:
-    """Runs plans in the calling thread: `submit` keeps the plan, `poll` does the work."""
+    """Runs plans in the calling thread: `submit` keeps the plan, `poll` does the work. `heartbeat` counts it."""
 
     depth = 1
 
-    def __init__(self, resolved: Resolved) -> None:
+    def __init__(self, resolved: Resolved, heartbeat: Heartbeat | None = None) -> None:
         assert resolved.tp * resolved.pp == 1, "one process is one rank"
         self._resolved = resolved
+        self._heartbeat = heartbeat or Heartbeat()
         self._runner: StageRunner | None = None
         self._plan: Plan | None = None
         self._next_seq = 0
@@ -34,12 +36,17 @@ class LocalExecutor:
         """
         resolved = self._resolved
         torch.set_num_threads(resolved.torch_threads)
-        stage = load_stage_model(resolved, Mesh(tp=1, pp=1).coord(0), SoloComm())
+        self._heartbeat.enter(Phase.LOADING)
+        stage = load_stage_model(resolved, Mesh(tp=1, pp=1).coord(0), SoloComm(), moved=self._heartbeat.tick)
+        watch_layers(stage.model, self._heartbeat)
+        self._heartbeat.enter(Phase.ALLOCATING)
         loaded = WorkerLoaded(0, WIRE_VERSION, stage.cache_bytes, stage.page_bytes, stage.slot_bytes)
         limits = effective_limits(resolved, [loaded])
         self._runner = stage.runner(num_pages=limits.num_pages, num_slots=limits.num_slots)
         for plan in warm_up_plans(resolved.page_size, resolved.max_model_len):
+            self._heartbeat.enter(Phase.WARMING_UP)
             self._run(plan, "warming up")
+        self._heartbeat.enter(Phase.IDLE)
         return limits
 
     def submit(self, plan: Plan) -> None:
@@ -55,7 +62,12 @@ class LocalExecutor:
         Errors: ExecutorFailed, with the cause chained.
         """
         plan, self._plan = self._plan, None
-        return None if plan is None else self._run(plan, f"step {plan.seq}")
+        if plan is None:
+            return None
+        self._heartbeat.enter(phase_of(plan), plan.seq)
+        result = self._run(plan, f"step {plan.seq}")
+        self._heartbeat.enter(Phase.IDLE)
+        return result
 
     def shutdown(self) -> None:
         """Free model and caches."""

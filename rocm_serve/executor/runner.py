@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from rocm_serve.cache.allocate import clear_slots
+from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.inputs import Request, RequestTable, StepInputs, build_inputs
 from rocm_serve.executor.memory import padded
 from rocm_serve.executor.sampler import SampledToken, Sampler, SampleRow
@@ -19,6 +21,7 @@ from rocm_serve.parallel.mesh import Coord
 from rocm_serve.types import SamplingParams, TokenLogprob
 
 WARM_UP_RID = -1
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 
 
 class StageModel(Protocol):
@@ -114,6 +117,25 @@ def _sample_row(request: Request) -> SampleRow:
         output_ids=request.output,
         counts=request.counts,
     )
+
+
+def phase_of(plan: Plan) -> Phase:
+    """Say what a step consists of."""
+    kinds = {work.recurrent for work in plan.work}
+    if kinds == {False}:
+        return Phase.PREFILL
+    return Phase.DECODE if kinds == {True} else Phase.MIXED
+
+
+def watch_layers(model: StageModel, heartbeat: Heartbeat) -> None:
+    """Beat at the beginning of every decoder layer, from the thread that runs it."""
+    if not isinstance(model, torch.nn.Module):
+        return
+    for name, module in model.named_modules():
+        found = _LAYER.search(name)
+        if found is not None:
+            number = int(found[1])
+            module.register_forward_pre_hook(lambda *_, number=number: heartbeat.layer(number))
 
 
 def warm_up_plans(page_size: int, length: int) -> Iterator[Plan]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import sys
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from rocm_serve.executor.edges import Arrival, Receiver, Sender
 from rocm_serve.executor.heartbeat import Heartbeat, Phase, heartbeat_file
 from rocm_serve.executor.link import WorkerLink, channels
 from rocm_serve.executor.loading import LoadedStage, load_stage_model
-from rocm_serve.executor.runner import StageModel, StageRunner, warm_up_plans
+from rocm_serve.executor.runner import StageRunner, phase_of, warm_up_plans, watch_layers
 from rocm_serve.lifeline import die_with_parent, show_stacks_on_signal
 from rocm_serve.messages import (
     WIRE_VERSION,
@@ -42,7 +41,6 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 
 
 @dataclass(slots=True)
@@ -167,25 +165,6 @@ class Worker:
         self._phase = phase
         self.heartbeat.enter(phase)
         log.info("rank %d (stage %d, tensor-parallel %d): %s", self.coord.rank, *_place(self), phase.words)
-
-
-def phase_of(plan: Plan) -> Phase:
-    """Say what a step consists of."""
-    kinds = {work.recurrent for work in plan.work}
-    if kinds == {False}:
-        return Phase.PREFILL
-    return Phase.DECODE if kinds == {True} else Phase.MIXED
-
-
-def watch_layers(model: StageModel, heartbeat: Heartbeat) -> None:
-    """Beat at the beginning of every decoder layer, from the thread that runs it."""
-    if not isinstance(model, torch.nn.Module):
-        return
-    for name, module in model.named_modules():
-        found = _LAYER.search(name)
-        if found is not None:
-            number = int(found[1])
-            module.register_forward_pre_hook(lambda *_, number=number: heartbeat.layer(number))
 
 
 def _place(worker: Worker) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rocm_serve.executor.heartbeat import Heartbeat, Phase, Progress, heartbeat_file, read_progress
-from rocm_serve.executor.worker import phase_of, watch_layers
+from rocm_serve.executor.runner import phase_of, watch_layers
 from rocm_serve.messages import Plan, Work
 
 
