@@ -27,7 +27,8 @@ from rocm_serve.engine.client import EngineClient
 from rocm_serve.engine.thread import CoreThread, run_core_in_thread
 from rocm_serve.errors import UserError
 from rocm_serve.executor.api import Executor
-from rocm_serve.lifeline import show_stacks_on_signal
+from rocm_serve.executor.heartbeat import Heartbeat
+from rocm_serve.lifeline import show_stacks_now, show_stacks_on_signal
 from rocm_serve.messages import EffectiveLimits
 from rocm_serve.models.qwen3_5.spec import parse_config
 from rocm_serve.parallel.mesh import Mesh
@@ -38,6 +39,7 @@ from rocm_serve.server.run import bind, run
 from rocm_serve.supervisor import Supervisor
 from rocm_serve.tokens.tokenizer import Tokenizer
 from rocm_serve.trace import tracing
+from rocm_serve.watchdog import InProcessWatch
 
 log = logging.getLogger("rocm_serve")
 
@@ -122,14 +124,24 @@ def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.
     load.set_library_defaults()
     from rocm_serve.executor.local import LocalExecutor
 
+    heartbeat = Heartbeat()
+    failures = _FailureLine()
+
     def make_executor() -> Executor:
-        return LocalExecutor(resolved)
+        return LocalExecutor(resolved, heartbeat)
 
     clients: list[EngineClient] = []
 
     def make_client() -> EngineClient:
         clients.append(EngineClient(resolved.run_dir))
+        failures.connect(clients[0])
         return clients[0]
+
+    def on_stuck(sentence: str) -> None:
+        nonlocal leave_s
+        leave_s = 0.0  # the thread will not come back
+        show_stacks_now()
+        failures.report(f"{sentence} (--watchdog-timeout {resolved.watchdog_timeout})")
 
     leave_s = 1.0  # a core that still loads has nothing to finish; its thread ends with the process
 
@@ -139,8 +151,11 @@ def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.
         say_ready(resolved, url, limits)
 
     with tracing(resolved.trace, "core") as trace:
+        watch = InProcessWatch(heartbeat, resolved.watchdog_timeout, on_stuck)
+        watch.start()
         core: CoreThread = run_core_in_thread(resolved, make_executor, trace=trace)
         code = run(make_client, tokenizer, ServerInfo.from_resolved(resolved), sock, on_ready=on_ready)
+        watch.end()
         core.join(leave_s)
     if core.exit_code == EXIT_USER_ERROR:
         raise UserError(clients[0].error)
