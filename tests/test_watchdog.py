@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.messages import RankBeat
-from rocm_serve.watchdog import Watch
+from rocm_serve.watchdog import InProcessWatch, Watch
 
 
 def beat(
@@ -85,3 +86,21 @@ def test_a_neighbour_that_stopped_moving_a_moment_later_is_named_with_the_culpri
     watch.look([beat(0, 1), beat(1, 1)], 0, 0.0)
     watch.look([beat(0, 1), beat(1, 2)], 0, 0.5)
     assert names(watch, [beat(0, 1), beat(1, 2)], 10.0) == [0, 1]
+
+
+def test_a_rank_in_this_process_that_stands_still_in_a_step_is_told_once_and_an_idle_one_never() -> None:
+    heart = Heartbeat()
+    told: list[str] = []
+    watch = InProcessWatch(heart, 0.2, told.append)
+    watch.start()
+    heart.enter(Phase.DECODE, 5)
+    watch.join(30)
+    assert len(told) == 1 and told[0].startswith("rank 0 has made no progress for ") and "step 5 (decode)" in told[0]
+    heart.enter(Phase.IDLE)
+    idle = InProcessWatch(heart, 0.2, told.append)
+    idle.start()
+    idle.join(1.5)
+    assert idle.is_alive() and len(told) == 1
+    idle.end()
+    idle.join(30)
+    assert not idle.is_alive()
