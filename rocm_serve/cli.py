@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from rocm_serve import cli_plan
+from rocm_serve import cli_plan, cli_report
 from rocm_serve.config import load
 from rocm_serve.errors import UserError
 from rocm_serve.version import VERSION
@@ -88,6 +88,7 @@ def serve(
 
 
 app.command()(cli_plan.plan)
+app.command()(cli_report.report)
 
 
 @app.command()
