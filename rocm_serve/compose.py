@@ -23,6 +23,8 @@ from rocm_serve.config import load
 from rocm_serve.config.launcher import membership
 from rocm_serve.config.resolve import check_wishes, resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
+from rocm_serve.diagnostics.collect import RUN_DIR_PREFIX
+from rocm_serve.diagnostics.record import record_start
 from rocm_serve.engine.client import EngineClient
 from rocm_serve.engine.thread import CoreThread, run_core_in_thread
 from rocm_serve.errors import UserError
@@ -64,7 +66,7 @@ def serve(config: ServeConfig) -> int:
         resolved, tokenizer = prepare(config, keep.path)
         serve_world = serve_in_one_process if resolved.tp * resolved.pp == 1 else serve_with_workers
         code = serve_world(resolved, tokenizer, sock)
-        keep.keep = code == EXIT_FAILED and resolved.tp * resolved.pp > 1
+        keep.keep = code == EXIT_FAILED
         return code
 
 
@@ -111,6 +113,7 @@ def prepare(config: ServeConfig, run_dir: Path) -> tuple[Resolved, Tokenizer]:
         environ=load.environment(),
         find_network=probe.find_network,
     )
+    record_start(resolved, platform, load.environment(), sys.argv, run_dir)
     if resolved.load_format == "auto":
         with CheckpointReader(resolved.model) as reader:
             validate(reader, facts, Mesh(resolved.tp, resolved.pp), mtp=False)
@@ -240,12 +243,18 @@ class RunDirectory:
 @contextlib.contextmanager
 def run_directory() -> Iterator[RunDirectory]:
     """Make this run's folder, and remove it unless somebody has to read its logs."""
-    directory = RunDirectory(Path(tempfile.mkdtemp(prefix="rocm-serve-")))
+    directory = RunDirectory(Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX)))
+    (directory.path / "logs").mkdir()
+    node_log = logging.FileHandler(directory.path / "logs" / "node.log")
+    node_log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logging.getLogger().addHandler(node_log)
     try:
         yield directory
     finally:
+        logging.getLogger().removeHandler(node_log)
+        node_log.close()
         if directory.keep:
-            _echo(f"logs are kept in {directory.path}")
+            _echo(f"logs are kept in {directory.path}; rocm-serve report --run-dir {directory.path} packs them")
         else:
             shutil.rmtree(directory.path, ignore_errors=True)
 
