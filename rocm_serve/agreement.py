@@ -38,7 +38,7 @@ def agreement(resolved: Resolved) -> dict[str, str]:
     return (
         {"rocm-serve version": VERSION}
         | _model_hashes(Path(resolved.model))
-        | {name.replace("_", "-"): str(value) for name, value in fields.items() if name not in _OWN}
+        | {name.replace("_", "-"): _text(value) for name, value in fields.items() if name not in _OWN}
     )
 
 
@@ -57,6 +57,10 @@ def _model_hashes(model: Path) -> dict[str, str]:
     if not weights:
         weights = {path.name: f"{path.stat().st_size} bytes" for path in sorted(model.glob("*.safetensors"))}
     return {"config.json": _hash(model / "config.json"), **weights}
+
+
+def _text(value: object) -> str:
+    return str(sorted(value.items()) if isinstance(value, dict) else value)
 
 
 def _hash(path: Path) -> str:

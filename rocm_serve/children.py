@@ -17,8 +17,10 @@ from rocm_serve.lifeline import STACKS_SIGNAL
 from rocm_serve.platform.network import socket_environment
 
 USER_ERROR: Final = 2
+PEER_LOST: Final = 3  # a rank whose peer went away
+SUFFERED: Final = 3  # of `Child.guilt`
 _TAIL_LINES = 12
-_STACK_S = 1.5  # a process that does not write its stack within this time is stuck in the kernel
+_STACK_S = 1.5  # whoever does not write its stack within this time is stuck in the kernel
 _SETTLED_S = 0.2
 
 # What torch's own guards may do to ranks; this supervisor watches them instead. A value that the user has set is kept.
@@ -73,6 +75,18 @@ class Child:
         return self.process.poll() not in (None, 0)
 
     @property
+    def guilt(self) -> int:
+        """Rank the ways to end, the likeliest first cause lowest; from SUFFERED on somebody else was first."""
+        code = self.process.returncode
+        if code < 0:
+            return 0
+        if code == USER_ERROR:
+            return 1
+        if self.rank is None:
+            return SUFFERED + 1
+        return SUFFERED if code == PEER_LOST else 2
+
+    @property
     def progress(self) -> Progress:
         return read_progress(self.beats)
 
@@ -85,34 +99,43 @@ class Child:
             return False
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
-    def stacks(self) -> str:
-        """Have it write the stacks of its threads to its log, and return them; "" if it does not answer.
+    def ask_for_stacks(self) -> int:
+        """Have it write the stacks of its threads to its log; return where in the log they will begin.
 
         A process that a signal has stopped is continued for it: it is about to be ended.
         """
-        before = self.log.stat().st_size
-        if not self.progress.beats or self.process.poll() is not None:
-            return ""  # before its handler is there, the signal would only kill it
-        stopped = self.stopped
-        self.process.send_signal(STACKS_SIGNAL)
-        if stopped:
-            self.process.send_signal(signal.SIGCONT)
-        size, since, end = before, time.monotonic(), time.monotonic() + _STACK_S
-        while time.monotonic() < end:
-            now = self.log.stat().st_size
-            if now != size:
-                size, since = now, time.monotonic()
-            elif size != before and time.monotonic() - since > _SETTLED_S:
-                break
-            time.sleep(0.02)
+        begin = self.log.stat().st_size
+        if self.progress.beats and self.process.poll() is None:  # without its handler, the signal would only kill it
+            stopped = self.stopped
+            self.process.send_signal(STACKS_SIGNAL)
+            if stopped:
+                self.process.send_signal(signal.SIGCONT)
+        return begin
+
+    def log_from(self, begin: int) -> str:
         with self.log.open("rb") as log:
-            log.seek(before)
+            log.seek(begin)
             return log.read().decode(errors="replace")
 
     def how_it_ended(self) -> str:
         """Say who ended, how, where it was, and the end of its log."""
         assert self.process.returncode is not None
         return describe(self.name, self.process.returncode, self.log, self.progress)
+
+
+def stacks_of(children: Sequence[Child]) -> dict[str, str]:
+    """Ask all for their stacks at once and return them by name; "" for one that does not answer."""
+    begins = {child.name: child.ask_for_stacks() for child in children}
+    found = dict.fromkeys(begins, "")
+    since, end = time.monotonic(), time.monotonic() + _STACK_S
+    while time.monotonic() < end:
+        now = {child.name: child.log_from(begins[child.name]) for child in children}
+        if now != found:
+            found, since = now, time.monotonic()
+        elif all(found.values()) and time.monotonic() - since > _SETTLED_S:
+            break
+        time.sleep(0.02)
+    return found
 
 
 def child_environment(resolved: Resolved, env: Mapping[str, str], rank: int | None = None) -> dict[str, str]:

@@ -127,6 +127,7 @@ def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.
     load.set_library_defaults()
     from rocm_serve.executor.local import LocalExecutor
 
+    leave_s = 1.0  # a core that still loads has nothing to finish; its thread ends with the process
     heartbeat = Heartbeat()
     failures = _FailureLine()
 
@@ -145,8 +146,6 @@ def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.
         leave_s = 0.0  # the thread will not come back
         show_stacks_now()
         failures.report(f"{sentence} (--watchdog-timeout {resolved.watchdog_timeout})")
-
-    leave_s = 1.0  # a core that still loads has nothing to finish; its thread ends with the process
 
     def on_ready(url: str, limits: EffectiveLimits) -> None:
         nonlocal leave_s

@@ -28,6 +28,7 @@ _RETRY_S: Final = 1.0
 _SEND_S: Final = 3.0
 _MAGIC: Final = b"rsrv"
 _HEAD: Final = struct.Struct("<4sHI")
+_MAX_STRANGERS: Final = 16
 _MAX_FRAME: Final = 64 << 20
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -142,6 +143,7 @@ class LeaderLink:
         self._listening.listen()
         self._strangers: list[Connection] = []
         self._peers: dict[int, Connection] = {}
+        self._lost: GroupLost | None = None
 
     @property
     def connected(self) -> bool:
@@ -151,11 +153,13 @@ class LeaderLink:
         said: list[tuple[int, ControlMessage]] = []
         by_socket = {peer.sock: (member, peer) for member, peer in self._peers.items()}
         strangers = {one.sock: one for one in self._strangers}
-        ready, _, _ = select.select([self._listening, *by_socket, *strangers], [], [], timeout_s)
-        for sock in ready:
+        for sock in _readable([self._listening, *by_socket, *strangers], timeout_s):
             if sock is self._listening:
                 accepted, address = self._listening.accept()
                 self._strangers.append(Connection(accepted, join_address(*address[:2])))
+                for one in self._strangers[:-_MAX_STRANGERS]:
+                    one.close()
+                del self._strangers[:-_MAX_STRANGERS]
             elif sock in strangers:
                 self._hear_stranger(strangers[sock])
             else:
@@ -167,6 +171,8 @@ class LeaderLink:
         for member, peer in list(self._peers.items()):
             if time.monotonic() - peer.heard > SILENCE_S:
                 self._lose(member, peer, f"has been silent for {SILENCE_S:.0f} s: its host or the link is down")
+        if self._lost is not None and not said:  # what was said before is heard first: it may be the reason
+            raise self._lost
         return said
 
     def send(self, message: ControlMessage) -> None:
@@ -194,14 +200,15 @@ class LeaderLink:
     def _lose(self, member: int, peer: Connection, how: str) -> None:
         peer.close()
         del self._peers[member]
-        raise GroupLost(f"{self._kind} {member} at {peer.address} {how}")
+        self._lost = self._lost or GroupLost(f"{self._kind} {member} at {peer.address} {how}")
 
     def _hear_stranger(self, one: Connection) -> None:
         try:
             messages = one.read()
         except (EOFError, OSError):  # a port scan, or a supervisor that changed its mind
-            self._strangers.remove(one)
             one.close()
+            if one in self._strangers:
+                self._strangers.remove(one)
             return
         for message in messages:
             if isinstance(message, Hello):
@@ -257,7 +264,7 @@ class FollowerLink:
             self._connect(timeout_s)
             return []
         leader = self._leader
-        ready, _, _ = select.select([leader.sock], [], [], timeout_s)
+        ready = _readable([leader.sock], timeout_s)
         said: list[tuple[int, ControlMessage]] = []
         try:
             messages = leader.read() if ready else []
@@ -328,6 +335,15 @@ class FollowerLink:
         self.complete = True
 
 
+def _readable(socks: list[socket.socket], timeout_s: float) -> list[socket.socket]:
+    """Wait for any of them. Not `select`: the HTTP server beside it may have thousands of connections."""
+    poller = select.poll()
+    by_fd = {sock.fileno(): sock for sock in socks}
+    for fd in by_fd:
+        poller.register(fd, select.POLLIN)
+    return [by_fd[fd] for fd, _ in poller.poll(max(0, round(timeout_s * 1000)))]
+
+
 def _refuse(one: Connection, sentence: str) -> None:
     with contextlib.suppress(OSError):
         one.send(GroupDown(sentence, 2))
@@ -360,6 +376,5 @@ def _blocked(host: str, port: int) -> str | None:
 def _read_to_end(peer: Connection, end: float) -> None:
     with contextlib.suppress(EOFError, OSError, GroupLost):
         while (left := end - time.monotonic()) > 0:
-            ready, _, _ = select.select([peer.sock], [], [], left)
-            if ready:
+            if _readable([peer.sock], left):
                 peer.read()

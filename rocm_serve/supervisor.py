@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rocm_serve.agreement import agreement
-from rocm_serve.children import USER_ERROR, Child, child_environment, end_processes, wait_for
+from rocm_serve.children import SUFFERED, USER_ERROR, Child, child_environment, end_processes, stacks_of, wait_for
 from rocm_serve.config.launcher import split_address
 from rocm_serve.config.schema import Resolved
 from rocm_serve.control import CONTROL_PORT, FollowerLink, GroupLost, LeaderLink, Link
@@ -23,7 +23,7 @@ from rocm_serve.messages import AskToStop, Beat, ControlMessage, DumpStacks, Gro
 from rocm_serve.watchdog import BEAT_S, Stuck, Watch, rank_beat
 
 _TICK_S = 0.1
-_SIBLINGS_S = 0.5  # neighbours of a dead process fail within this time; the cause is looked for among all
+_SIBLINGS_S = 1.0  # where processes have only suffered, the cause is seen within this time
 _PROGRESS_S = 5.0  # between lines that say what the start waits for
 _STACKS_S = 2.5  # for other members to send theirs
 _TERM_S = 1.0
@@ -116,7 +116,7 @@ class Supervisor:
         self._stopping.set()
         if self._watcher is not None:
             self._watcher.join()
-        if self._link is not None and self.failure is None:
+        if self._link is not None and self.failure is None and self._resolved.member == 0:
             self._link.send(Leave())
         wait_for([child.process for child in self._children], grace_s)
         if self.failure is None and self._ended_badly():
@@ -143,6 +143,9 @@ class Supervisor:
             self._fail(str(over), over.exit_code, elsewhere=over.elsewhere)
         except GroupLost as lost:
             self._fail(str(lost), USER_ERROR if lost.wish else 1)
+        except Exception as error:
+            self._fail(f"the supervisor failed: {type(error).__name__}: {error}", 1)
+            raise
         finally:
             self.over.set()
 
@@ -195,9 +198,8 @@ class Supervisor:
     def _look(self) -> bool:
         """One look at everything; True when told to leave. Errors: _Over, GroupLost."""
         self._echo_new_lines()
-        ended = self._ended_badly()
-        if ended:
-            self._hear_siblings(ended)
+        if self._ended_badly():
+            self._hear_siblings()
         if self._link is not None:
             for member, message in self._link.poll(0):
                 if isinstance(message, Beat):
@@ -261,28 +263,26 @@ class Supervisor:
 
     def _dump(self, ranks: tuple[int, ...]) -> dict[int, str]:
         """Show the stacks of those of `ranks` that are children, and send them to member 0."""
-        found = {}
-        for child in self._children:
-            rank = _CORE if child.rank is None else child.rank
-            if rank in ranks:
-                found[rank] = child.stacks() or "it did not answer"
-                child.new_lines()
-                self._tell.echo(f"[{child.name}] stacks (also in {child.log}):\n{found[rank]}")
-                if self._link is not None and self._resolved.member != 0:
-                    self._link.send(Stacks(rank, found[rank]))
-        return found
+        asked = {_CORE if child.rank is None else child.rank: child for child in self._children}
+        asked = {rank: child for rank, child in asked.items() if rank in ranks}
+        texts = stacks_of(list(asked.values()))
+        for rank, child in asked.items():
+            text = texts[child.name] or "it did not answer"
+            child.new_lines()
+            self._tell.echo(f"[{child.name}] stacks (also in {child.log}):\n{text}")
+            if self._link is not None and self._resolved.member != 0:
+                self._link.send(Stacks(rank, text))
+        return {rank: texts[child.name] for rank, child in asked.items()}
 
-    def _hear_siblings(self, ended: list[Child]) -> None:
+    def _hear_siblings(self) -> None:
         """Name the cause among all that have ended, here and elsewhere. Errors: _Over, always."""
-        killed = any(child.process.returncode < 0 for child in ended)
-        if not killed:  # then it may only have suffered: give the cause time to be seen
-            end = time.monotonic() + 2 * _SIBLINGS_S if self._link is not None else time.monotonic() + _SIBLINGS_S
-            while time.monotonic() < end and not any(child.process.returncode < 0 for child in self._ended_badly()):
-                if self._link is None:
-                    time.sleep(_TICK_S)
-                    continue
-                for _, message in self._link.poll(_TICK_S):
-                    self._take(message)
+        end = time.monotonic() + _SIBLINGS_S
+        while time.monotonic() < end and all(child.guilt >= SUFFERED for child in self._ended_badly()):
+            if self._link is None:
+                time.sleep(_TICK_S)
+                continue
+            for _, message in self._link.poll(_TICK_S):
+                self._take(message)
         self._echo_new_lines()
         raise _Over(*self._cause())
 
@@ -309,9 +309,7 @@ class Supervisor:
         return [child for child in self._children if child.ended_badly]
 
     def _cause(self) -> tuple[str, int]:
-        # Killed from outside comes first: whoever talked to it fails with an error of its own a moment later.
-        ended = self._ended_badly()
-        cause = min(ended, key=lambda child: (child.process.returncode > 0, child.rank is None))
+        cause = min(self._ended_badly(), key=lambda child: child.guilt)
         return cause.how_it_ended(), USER_ERROR if cause.process.returncode == USER_ERROR else 1
 
     def _remove_files(self) -> None:

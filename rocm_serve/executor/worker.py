@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
@@ -41,6 +43,9 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
+EXIT_PEER_LOST = 3
+# gloo has no exception of its own.
+_OF_A_PEER = re.compile(r"by peer|Broken pipe|Connection refused|Timed out waiting|Connect timeout|Application timeout")
 
 
 @dataclass(slots=True)
@@ -167,6 +172,13 @@ class Worker:
         log.info("rank %d (stage %d, tensor-parallel %d): %s", self.coord.rank, *_place(self), phase.words)
 
 
+def peer_lost(error: Exception) -> bool:
+    """Tell whether the error only says that another rank is gone: its supervisor knows why."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError | dist.DistBackendError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_OF_A_PEER.search(str(error)))
+
+
 def _place(worker: Worker) -> tuple[int, int]:
     return worker.coord.stage, worker.coord.tp_rank
 
@@ -186,7 +198,7 @@ def run_worker(resolved: Resolved, rank: int) -> int:
         log.exception("rank %d failed during %s", rank, worker.phase)
         sentence = f"{type(error).__name__}: {error}".partition("\n")[0]
         link.send(WorkerFailed(rank, worker.phase, sentence))
-        code = EXIT_FAILED
+        code = EXIT_PEER_LOST if peer_lost(error) else EXIT_FAILED
     link.close()
     return code
 
