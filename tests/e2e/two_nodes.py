@@ -94,11 +94,15 @@ class TwoNodes:
     nodes: list[Node] = field(default_factory=list)
 
     def start_node(self, rank: int, address: str, *more: str) -> Node:
+        where = ["--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address]
+        return self.start_by([sys.executable, "-m"], *where, *more, rank=rank)
+
+    def start_by(self, launcher: Sequence[str], *more: str, rank: int = 0) -> Node:
+        """Start `launcher... rocm_serve serve ...`; its output is one log."""
         self.work_dir.mkdir(parents=True, exist_ok=True)
         command = [
-            *(sys.executable, "-m", "rocm_serve", "serve", "--model", str(self.model)),
-            *("--served-model-name", self.name, "--host", "127.0.0.1", "--port", "0", "--nnodes", "2"),
-            *("--node-rank", str(rank), "--dist-init-addr", address, *self.flags, *more),
+            *(*launcher, "rocm_serve", "serve", "--model", str(self.model)),
+            *("--served-model-name", self.name, "--host", "127.0.0.1", "--port", "0", *self.flags, *more),
         ]
         env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         log = self.work_dir / f"node-{rank}.log"
