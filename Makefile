@@ -2,7 +2,7 @@
 #   make serve    tiny Qwen3.8-shaped checkpoint on the CPU, prints a working curl
 #   make test     everything that runs without a GPU
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test test-fast check fmt eval-smoke clean
+.PHONY: help venv serve test test-fast test-gpu check fmt eval-smoke clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -10,6 +10,8 @@ BIN    := $(VENV)/bin
 PORT   ?= 8000
 TINY   ?= .cache/tiny-text-fp8
 ARGS   ?=
+GPU_PYTHON ?= python3
+GPU_REPORT ?= gpu-report.json
 # make test PYTEST_ARGS="-k scheduler -x"
 PYTEST_ARGS  ?=
 TEST_WORKERS ?= 2
@@ -18,7 +20,7 @@ GSM8K_DIR ?= ../shared/data/gsm8k
 
 help:
 	@sed -n '2,3s/^# *//p' Makefile
-	@echo "also: venv check fmt test-fast eval-smoke clean"
+	@echo "also: venv check fmt test-fast test-gpu eval-smoke clean"
 
 venv: $(VENV)/.installed-dev
 
@@ -51,6 +53,10 @@ test: $(VENV)/.installed-dev
 
 test-fast: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not multirank" $(PYTEST_ARGS)
+
+# On a machine with GPUs, by the Python that holds their torch: the image's, not that of $(VENV).
+test-gpu:
+	$(GPU_PYTHON) -m tests.gpu_report --out $(GPU_REPORT)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

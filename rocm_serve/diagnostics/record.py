@@ -17,6 +17,7 @@ import msgspec
 from rocm_serve.config.load import FIELDS
 from rocm_serve.config.schema import Resolved
 from rocm_serve.platform.facts import Platform
+from rocm_serve.version import VERSION
 
 RESOLVED, STARTED = "resolved.json", "started.json"
 REDACTED = "<redacted>"
@@ -28,7 +29,7 @@ SHOWN_PREFIXES = (
 )
 SHOWN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOSTNAME", "LD_LIBRARY_PATH")
 PACKAGES = (
-    *("rocm-serve", "torch", "triton", "pytorch-triton-rocm", "amd-mori", "amd-aiter", "flydsl", "numpy", "msgspec"),
+    *("torch", "triton", "pytorch-triton-rocm", "amd-mori", "amd-aiter", "flydsl", "numpy", "msgspec"),
     *("pyzmq", "fastapi", "uvicorn", "pydantic", "tokenizers", "safetensors", "jinja2"),
 )
 _SECRET_NAME = re.compile(
@@ -102,7 +103,12 @@ def _without_value(match: re.Match[str]) -> str:
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     """List interpreter, system, ROCm and packages, without importing any of them."""
-    found = {"python": sys.version.split()[0], "system": platform.platform(), "libc": " ".join(platform.libc_ver())}
+    found = {
+        "rocm_serve": VERSION,
+        "python": sys.version.split()[0],
+        "system": platform.platform(),
+        "libc": " ".join(platform.libc_ver()),
+    }
     rocm = Path("/opt/rocm/.info/version")
     if rocm.is_file():
         found["rocm"] = rocm.read_text(encoding="utf-8").strip()

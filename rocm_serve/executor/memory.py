@@ -22,11 +22,12 @@ CPU_ROW_MULTIPLE = 32  # with rows padded to this, CPU GEMMs give a row the same
 SCORED_ROWS = 256  # prompt rows whose logits exist at one time (sampler.SLICE_ROWS)
 
 # Estimates of what lies outside torch's allocator; nothing but a GPU can tell. Per channel and connection NCCL and RCCL
-# hold a Simple buffer (NCCL_BUFFSIZE, 4 MiB) and those of LL and LL128 (about 2 MiB). An all-reduce keeps four
-# connections a channel (ring and tree), a send or receive one.
+# hold a Simple buffer (NCCL_BUFFSIZE, 4 MiB) and those of LL and LL128 (about 2 MiB); four connections a channel stand
+# for ring and tree, and for a send or receive with its proxies. Seen on two H200s with one communicator a rank, driver
+# and all: 1.4 to 1.6 GiB; these constants say 1.75.
 CHANNELS = 32
+CONNECTIONS = 4
 CONNECTION_BYTES = 6 << 20
-ALL_REDUCE_CONNECTIONS = 4
 RUNTIME_BYTES = 1 << 30  # driver context, loaded code objects and BLAS workspaces, there before the first weight
 GRAPH_NODE_BYTES = 4096
 GRAPH_NODES_OF_LAYER = 24
@@ -101,10 +102,8 @@ def communicator_bytes(coord: Coord, resolved: Resolved) -> int:
     """Estimate what RCCL or NCCL holds on this rank: its stage's all-reduce, and one communicator for each edge."""
     if resolved.device == "cpu":
         return 0
-    mesh = coord.mesh
-    edges = (not coord.first_stage) + (not coord.last_stage)
-    connections = (ALL_REDUCE_CONNECTIONS if mesh.tp > 1 else 0) + edges
-    return connections * CHANNELS * CONNECTION_BYTES
+    communicators = (coord.mesh.tp > 1) + (not coord.first_stage) + (not coord.last_stage)
+    return communicators * CHANNELS * CONNECTIONS * CONNECTION_BYTES
 
 
 def graph_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:

@@ -1,6 +1,6 @@
 """GPUs that a launch can be planned for without having one. Pure.
 
-Sizes are what the driver reports as total, in bytes; sold as 192, 192, 256, 288 and 141 GB.
+Sizes in bytes: that of the H200 is what torch reports as total, the others are what is printed on them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GPUS = {
     "mi308x": Gpu("MI308X", "rocm", "gfx942", 80, 192 * GIB),
     "mi325x": Gpu("MI325X", "rocm", "gfx942", 304, 256 * GIB),
     "mi355x": Gpu("MI355X", "rocm", "gfx950", 256, 288 * GIB),
-    "h200": Gpu("H200", "cuda", "sm_90", 132, 140 * GIB),
+    "h200": Gpu("H200", "cuda", "sm_90", 132, 150_109_880_320),  # as seen; 143,771 MiB by nvidia-smi
 }
 
 

@@ -83,7 +83,7 @@ def test_caches_cost_what_the_shapes_of_the_model_say(planned: Plan) -> None:
     ("gpu", "tp", "pp", "why", "instead"),
     [
         ("mi355x", 8, 1, "309.4 GB, one MI355X has 309.2 GB", "--tp 8 --pp 2 fits: 16 x MI355X on 2 nodes"),
-        ("h200", 8, 2, "154.7 GB, one H200 has 150.3 GB", "--tp 8 --pp 3 fits: 24 x H200 on 3 nodes"),
+        ("h200", 8, 2, "154.7 GB, one H200 has 150.1 GB", "--tp 8 --pp 3 fits: 24 x H200 on 3 nodes"),
     ],
 )
 def test_too_few_gpus_are_a_no_with_the_bytes_and_what_would_do(

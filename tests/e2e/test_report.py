@@ -41,7 +41,8 @@ def test_a_live_and_a_killed_server_can_be_reported_and_a_secret_of_theirs_is_no
     with pytest.raises(ServerFailed):
         server.stop()
     dead = report(run_dir, tmp_path / "dead.tar.gz")
-    assert "SIGKILL" in server.log and f"report --run-dir {run_dir}" in server.log
+    assert f"report --run-dir {run_dir}" in server.log
+    assert "SIGKILL" in dead["logs/node.log"]
     for files in (live, dead):
         for name, text in files.items():
             assert SECRET not in text, name
