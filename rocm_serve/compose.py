@@ -191,8 +191,10 @@ def serve_with_workers(resolved: Resolved, tokenizer: Tokenizer, sock: socket.so
     supervisor.start()
     try:
         code = run(make_client, tokenizer, ServerInfo.from_resolved(resolved), sock, on_ready=on_ready)
-    finally:
-        supervisor.stop(leave_s)
+    except BaseException as error:
+        supervisor.stop(0.0, because=f"the HTTP server failed: {type(error).__name__}: {error}")
+        raise
+    supervisor.stop(leave_s)
     if supervisor.failure is not None and supervisor.exit_code == EXIT_USER_ERROR:
         raise UserError(supervisor.failure)
     return code if supervisor.failure is None else EXIT_FAILED

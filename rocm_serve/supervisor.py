@@ -19,6 +19,7 @@ from rocm_serve.children import SUFFERED, USER_ERROR, Child, child_environment, 
 from rocm_serve.config.launcher import split_address
 from rocm_serve.config.schema import Resolved
 from rocm_serve.control import CONTROL_PORT, FollowerLink, GroupLost, LeaderLink, Link
+from rocm_serve.executor.heartbeat import Phase
 from rocm_serve.messages import AskToStop, Beat, ControlMessage, DumpStacks, GroupDown, Leave, RankBeat, Stacks
 from rocm_serve.watchdog import BEAT_S, Stuck, Watch, rank_beat
 
@@ -27,7 +28,10 @@ _SIBLINGS_S = 1.0  # where processes have only suffered, the cause is seen withi
 _PROGRESS_S = 5.0  # between lines that say what the start waits for
 _STACKS_S = 2.5  # for other members to send theirs
 _TERM_S = 1.0
+_LAST_WORDS_S = 2.0  # for other members to close, once it is over
+_START_LINES_S = 10.0
 _CORE = -1  # among ranks
+_NOT_THERE_YET = (Phase.STARTING.words, Phase.JOINING.words)
 
 
 class _Over(Exception):
@@ -74,6 +78,7 @@ class Supervisor:
         self._watch = Watch(resolved.watchdog_timeout)
         self._remote: dict[int, tuple[RankBeat, ...]] = {}
         self._last_beat = 0.0
+        self._last_start_line = time.monotonic()
         self._stopping = threading.Event()
         self._stop_wish = threading.Event()
         self._quiet = threading.Event()
@@ -108,14 +113,19 @@ class Supervisor:
         """Wish for an orderly end, which member 0 arranges. `over` says when it is done."""
         self._stop_wish.set()
 
-    def stop(self, grace_s: float = 10.0) -> None:
+    def stop(self, grace_s: float = 10.0, *, because: str | None = None) -> None:
         """Let drained children leave on their own, then end the rest; remove sockets. Idempotent.
 
-        A child that failed while nobody watched any more still sets `failure` and `exit_code`.
+        A child that failed while nobody watched any more still sets `failure` and `exit_code`. `because`: this is no
+        orderly end, and the other members are told why.
         """
         self._stopping.set()
         if self._watcher is not None:
             self._watcher.join()
+        if because is not None and self.failure is None:
+            self.failure, self.exit_code = because, 1
+            if self._link is not None:
+                self._link.send(GroupDown(f"{self._name()}: {because}", 1))
         if self._link is not None and self.failure is None and self._resolved.member == 0:
             self._link.send(Leave())
         wait_for([child.process for child in self._children], grace_s)
@@ -125,7 +135,7 @@ class Supervisor:
                 self._link.send(GroupDown(self.failure, self.exit_code))
         end_processes([child.process for child in self._children], grace_s=0.0)
         if self._link is not None:
-            self._link.await_end(grace_s)
+            self._link.await_end(grace_s if self.failure is None else min(grace_s, _LAST_WORDS_S))
             self._link.close()
         self._remove_files()
 
@@ -212,6 +222,7 @@ class Supervisor:
         now = time.monotonic()
         if now - self._last_beat >= BEAT_S:
             mine = self._beat(self._link, now)
+            self._say_who_starts(mine, now)
             if self._resolved.member == 0:
                 self._find_stuck(mine, now)
         return False
@@ -233,6 +244,16 @@ class Supervisor:
             link.send(Beat(mine))
         self._last_beat = now
         return mine
+
+    def _say_who_starts(self, mine: tuple[RankBeat, ...], now: float) -> None:
+        """Name the ranks that are not there yet: they owe no progress, and torch waits for them in silence."""
+        if now - self._last_start_line < _START_LINES_S:
+            return
+        self._last_start_line = now
+        late = [beat for beat in mine if beat.rank != _CORE and beat.phase in _NOT_THERE_YET]
+        if late and not self._quiet.is_set():
+            told = (f"rank {beat.rank} {beat.phase}{', stopped by a signal' if beat.stopped else ''}" for beat in late)
+            self._tell.echo(f"still: {'; '.join(told)}")
 
     def _find_stuck(self, mine: tuple[RankBeat, ...], now: float) -> None:
         submitted = max((beat.step for beat in mine if beat.rank == _CORE), default=-1)

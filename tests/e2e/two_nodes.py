@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +91,7 @@ class TwoNodes:
     work_dir: Path
     flags: Sequence[str] = ()
     name: str = "tiny"
+    env: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # more of it, by node
     nodes: list[Node] = field(default_factory=list)
 
     def start_node(self, rank: int, address: str, *more: str) -> Node:
@@ -104,7 +105,7 @@ class TwoNodes:
             *(*launcher, "rocm_serve", "serve", "--model", str(self.model)),
             *("--served-model-name", self.name, "--host", "127.0.0.1", "--port", "0", *self.flags, *more),
         ]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **self.env.get(rank, {})}
         log = self.work_dir / f"node-{rank}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -201,9 +202,11 @@ class TwoNodes:
 
 
 @contextmanager
-def serving(model: Path, work_dir: Path, flags: Sequence[str]) -> Iterator[TwoNodes]:
+def serving(
+    model: Path, work_dir: Path, flags: Sequence[str], env: Mapping[int, Mapping[str, str]] | None = None
+) -> Iterator[TwoNodes]:
     """Two nodes that take requests."""
-    with TwoNodes(model, work_dir, flags) as nodes:
+    with TwoNodes(model, work_dir, flags, env=env or {}) as nodes:
         nodes.await_ready()
         yield nodes
 
