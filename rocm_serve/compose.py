@@ -116,7 +116,8 @@ def prepare(config: ServeConfig, run_dir: Path) -> tuple[Resolved, Tokenizer]:
     record_start(resolved, platform, load.environment(), sys.argv, run_dir)
     if resolved.load_format == "auto":
         with CheckpointReader(resolved.model) as reader:
-            validate(reader, facts, Mesh(resolved.tp, resolved.pp), mtp=False)
+            mesh = Mesh(resolved.tp, resolved.pp)
+            validate(reader, facts, mesh, mtp=False, stages=mesh.stages_of(resolved.node_rank, resolved.nnodes))
     for line in start_up_lines(resolved, platform):
         log.info("%s", line)
     return resolved, tokenizer

@@ -68,19 +68,23 @@ def check_filled(params: Mapping[str, Param], place: Place) -> None:
         assert filled == prod(shape), f"{param.name}: {filled} elements of {shape} filled"
 
 
-def validate(reader: CheckpointReader, facts: ModelFacts, mesh: Mesh, *, mtp: bool) -> None:
-    """Check the whole checkpoint for every rank of `mesh` from its headers, before anything big is read.
+def validate(
+    reader: CheckpointReader, facts: ModelFacts, mesh: Mesh, *, mtp: bool, stages: range | None = None
+) -> None:
+    """Check the checkpoint for every rank of `mesh` from its headers, before anything big is read.
 
-    Shards of which nothing is used are checked, too: one that is truncated says that the download is not complete.
+    With `stages`, those of one node, files of other stages need not be there. Without it, shards of which nothing is
+    used are checked, too: one that is truncated says that the download is not complete.
     Errors: UserError, one line.
     """
-    for stage in range(mesh.pp):
+    for stage in stages or range(mesh.pp):
         coord = mesh.coord(stage * mesh.tp)
         found = stage_catalogue(reader, facts, coord, mtp=mtp)
         _check_precision(facts, found)
         params = stage_params(facts, coord, formats=found, mtp=mtp)
         check_stage(reader, facts, params, found)
-    reader.check_shards(set(reader.names.values()))
+    if stages is None or len(stages) == mesh.pp:
+        reader.check_shards(set(reader.names.values()))
     beyond = [name for name in reader.names if _beyond(name, facts)]
     if beyond:
         raise UserError(f"{reader.path} holds layers beyond num_hidden_layers {facts.num_layers}: {_some(beyond)}")

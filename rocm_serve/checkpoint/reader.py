@@ -125,8 +125,13 @@ class CheckpointReader:
         return found
 
     def header(self, file: str) -> Mapping[str, TensorInfo]:
-        """Return what shard `file` holds, by name."""
+        """Return what shard `file` holds, by name. A node needs the shards of its own stages only.
+
+        Errors: UserError when the file is not there.
+        """
         if file not in self._headers:
+            if not (self.path / file).is_file():
+                raise UserError(f"{self.path / INDEX} names {file}, but {self.path} has no such file")
             self._headers[file] = _parse_header(self.path / file, file)
         return self._headers[file]
 
@@ -199,8 +204,8 @@ class CheckpointReader:
     def _read_index(self) -> dict[str, str]:
         names = read_index(self.path / INDEX)
         for file in sorted(set(names.values())):
-            if os.path.basename(file) != file or not (self.path / file).is_file():
-                raise UserError(f"{self.path / INDEX} names {file}, but {self.path} has no such file")
+            if os.path.basename(file) != file:
+                raise UserError(f"{self.path / INDEX} names {file}, which is not a file of {self.path}")
         return names
 
     def _read_single(self) -> dict[str, str]:

@@ -96,7 +96,7 @@ def _check_nodes(config: ServeConfig) -> None:
     if world % config.nnodes:
         legal = [n for n in range(1, world + 1) if world % n == 0]
         raise UserError(f"--nnodes {config.nnodes}: {world} ranks do not divide by it; legal: {_words(legal)}")
-    if config.tp > world // config.nnodes:
+    if config.pp % config.nnodes:
         legal = [n for n in range(1, config.pp + 1) if config.pp % n == 0]
         raise UserError(
             f"--tp {config.tp} with {world // config.nnodes} ranks a node: a stage may not span nodes;"

@@ -267,11 +267,9 @@ def _local(param: Param, mesh: Mesh, stage: int, resolved: Resolved) -> int:
 def _node_files(seen: Survey, mesh: Mesh, tables: Sequence[StageTable], nnodes: int) -> list[NodeFiles]:
     if seen.names is None:
         return []
-    per_node = mesh.world // nnodes
     nodes = []
     for node in range(nnodes):
-        stages = {mesh.coord(rank).stage for rank in range(node * per_node, (node + 1) * per_node)}
-        files = tuple(sorted({file for stage in stages for file in tables[stage].files}))
+        files = tuple(sorted({file for stage in mesh.stages_of(node, nnodes) for file in tables[stage].files}))
         nodes.append(NodeFiles(node, files, seen.file_bytes(files)))
     return nodes
 

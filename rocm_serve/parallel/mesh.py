@@ -22,6 +22,11 @@ class Mesh:
             raise ValueError(f"rank {rank} is not in 0..{self.world - 1} (tp {self.tp} x pp {self.pp})")
         return Coord(rank=rank, tp_rank=rank % self.tp, stage=rank // self.tp, mesh=self)
 
+    def stages_of(self, node: int, nnodes: int) -> range:
+        """Return the stages of one of `nnodes` nodes: as many on each, none of them on two."""
+        assert self.pp % nnodes == 0, "refused where the flags are read"
+        return range(node * self.pp // nnodes, (node + 1) * self.pp // nnodes)
+
     def tp_group(self, stage: int) -> tuple[int, ...]:
         return tuple(range(stage * self.tp, (stage + 1) * self.tp))
 

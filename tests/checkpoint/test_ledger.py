@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from rocm_serve.checkpoint.ledger import stage_catalogue, validate
-from rocm_serve.checkpoint.reader import CheckpointReader
+from rocm_serve.checkpoint.reader import INDEX, CheckpointReader
+from rocm_serve.config.schema import ServeConfig
+from rocm_serve.diagnostics.launch import plan_launch
 from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import parse_config
 from rocm_serve.parallel.mesh import Mesh
+from rocm_serve.platform.gpus import GPUS
 from tests.checkpoint.holes import FILES, Headers, headers_of, hollow, read_index, write_index
 from tests.checkpoint.published import write_holes
 from tests.made import LAYOUTS
@@ -206,3 +209,25 @@ def test_a_truncated_shard_of_which_nothing_is_used_is_still_named(
         stream.truncate((path / "vision.safetensors").stat().st_size - 1)
     with pytest.raises(UserError, match=r"vision.safetensors is truncated: model.visual"):
         check(path)
+
+
+def test_a_node_needs_the_files_of_its_own_stages_only(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    whole = checkpoints["text-fp8"]
+    facts = parse_config(*CheckpointReader(whole).config())
+    mesh = Mesh(2, 2)
+    index = read_index(whole)
+    for node in range(2):
+        stages = mesh.stages_of(node, 2)
+        own = plan_launch(ServeConfig(model=str(whole), tp=2, pp=2, max_model_len=64), GPUS["mi300x"], nnodes=2)
+        path = tmp_path / f"node{node}"
+        path.mkdir()
+        for file in (*own.nodes[node].files, "config.json", INDEX):
+            (path / file).symlink_to(whole / file)
+        if set(own.nodes[node].files) != set(index.values()):
+            with pytest.raises(UserError, match="has no such file"):
+                check(path, mesh, mtp=False)
+        validate(CheckpointReader(path), facts, mesh, mtp=False, stages=stages)
+        missing = path / own.nodes[node].files[0]
+        missing.unlink()
+        with pytest.raises(UserError, match=f"names {missing.name}, but .* has no such file"):
+            validate(CheckpointReader(path), facts, mesh, mtp=False, stages=stages)
