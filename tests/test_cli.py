@@ -59,7 +59,7 @@ def test_version_is_the_packages(here: Callable[..., Run]) -> None:
     assert (run.returncode, run.stdout.strip()) == (0, f"rocm-serve {VERSION}")
 
 
-@pytest.mark.parametrize("command", ["serve", "plan", "make-checkpoint", "version"])
+@pytest.mark.parametrize("command", ["serve", "plan", "report", "make-checkpoint", "version"])
 def test_every_command_has_help(here: Callable[..., Run], command: str) -> None:
     run = here(command, "--help")
     assert run.returncode == 0
@@ -167,6 +167,12 @@ def test_plan_ends_with_0_when_it_fits_1_when_not_and_2_when_it_cannot_be(
     assert_refused(here(*launch, "--gpu", "gtx"), "--gpu gtx", "mi300x")
     assert_refused(here(*launch, "--json"), "--gpu NAME")
     assert_refused(here(*launch, "--gpu", "h200", "--kv-cache-dtype", "int4"), "--kv-cache-dtype", "fp8_e4m3")
+
+
+def test_a_report_of_nothing_is_one_line_and_exit_code_2(here: Callable[..., Run], tmp_path: Path) -> None:
+    run = here("report", "--run-dir", tmp_path, "--out", tmp_path / "out.tar.gz")
+    assert_refused(run, str(tmp_path), "is no run directory")
+    assert not (tmp_path / "out.tar.gz").exists()
 
 
 def test_make_checkpoint_writes_the_same_bytes_for_the_same_seed(

@@ -54,6 +54,26 @@ def test_the_2_4t_config_puts_154_gigabytes_on_each_gpu_of_two_nodes(tmp_path: P
         assert groups == (last if rank.stage else {"embedding": 0.51, "head": 0.0, "mtp": 0.0})
 
 
+@pytest.mark.parametrize(
+    ("tp", "pp", "rank", "layers", "beside", "mtp"),
+    [
+        (16, 1, 0, 154.7, 0.51, 1.95),
+        (8, 4, 0, 77.1, 0.51, 0.0),
+        (8, 4, 9, 77.1, 0.0, 0.0),
+        (8, 4, 31, 77.1, 0.51, 4.13),
+    ],
+)
+def test_other_layouts_of_the_2_4t_config_come_to_the_published_gigabytes(
+    tmp_path: Path, tp: int, pp: int, rank: int, layers: float, beside: float, mtp: float
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(published.config()))
+    held = plan(path, tp, pp, rank).ranks[0].weight_bytes
+    assert round(held["layers"] / 1e9, 1) == layers
+    assert round((held["embedding"] + held["head"]) / 1e9, 2) == beside
+    assert round(held["mtp"] / 1e9, 2) == mtp
+
+
 def test_the_2_4t_config_is_cut_into_1_2_4_8_or_16_and_refuses_32(facts: ModelFacts, tmp_path: Path) -> None:
     assert legal_tp(facts, ConfigFormats(facts)) == (1, 2, 4, 8, 16)
     path = tmp_path / "config.json"
