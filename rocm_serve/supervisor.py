@@ -313,6 +313,9 @@ class Supervisor:
             named = elsewhere or exit_code == USER_ERROR
             self._link.send(GroupDown(sentence if named else f"{self._name()}: {sentence}", exit_code))
         self._tell.on_failure(sentence)
+        for child in self._children:
+            if child.process.poll() is None:
+                self._tell.echo(f"[{child.name}] ended by its supervisor in {child.progress.where()}")
         end_processes([child.process for child in self._children], grace_s=0.0, term_s=_TERM_S)
         self._remove_files()
 

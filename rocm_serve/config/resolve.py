@@ -78,13 +78,13 @@ def resolve(
     run_dir: str,
     free_port: Callable[[], int],
     environ: Mapping[str, str] | None = None,
-    find_network: Callable[[int, str, str | None], Network] | None = None,
+    find_network: Callable[[int, str, Mapping[str, str]], Network] | None = None,
 ) -> Resolved:
     """Decide everything that was left open.
 
     `vocab_used` is one above the highest id the tokenizer knows. `free_port` is asked only when the ranks of this
     host need a place to meet and none was given. `environ` may hold what a launcher has set; `find_network` (member,
-    host of --dist-init-addr, GLOO_SOCKET_IFNAME) is asked only when there are several members.
+    host of --dist-init-addr, environ) is asked only when there are several members.
     Errors: UserError naming the flag and its legal values.
     """
     check_wishes(config)
@@ -192,7 +192,7 @@ def _where(
     place: Membership,
     environ: Mapping[str, str],
     free_port: Callable[[], int],
-    find_network: Callable[[int, str, str | None], Network] | None,
+    find_network: Callable[[int, str, Mapping[str, str]], Network] | None,
     reasons: dict[str, str],
 ) -> dict[str, object]:
     """Decide where this process stands and where the ranks meet."""
@@ -207,7 +207,7 @@ def _where(
     if place.members > 1:
         assert place.init_addr is not None and find_network is not None
         host, port = split_address(place.init_addr)
-        network = find_network(place.member, host, environ.get("GLOO_SOCKET_IFNAME"))
+        network = find_network(place.member, host, environ)
         reasons.update(network.reasons)
         if network.init_host != host:
             reasons["dist_init_addr"] = f"{host} is {network.init_host}"

@@ -55,12 +55,17 @@ def own_interface(address: str, interfaces: Sequence[Interface]) -> Interface | 
 
 
 def network_of(
-    member: int, host: str, init_host: str, source: str | None, interfaces: Sequence[Interface], gloo_wish: str | None
+    member: int,
+    host: str,
+    init_host: str,
+    source: str | None,
+    interfaces: Sequence[Interface],
+    environ: Mapping[str, str],
 ) -> Network:
     """Choose address and interface of a member.
 
-    `source` is the address from which this host would reach `init_host`, None when it has no route; `gloo_wish` is
-    GLOO_SOCKET_IFNAME, if it is set.
+    `source` is the address from which this host would reach `init_host`, None when it has no route. What `environ`
+    has for gloo and NCCL must agree with the choice.
     Errors: UserError saying what to set.
     """
     have = "; ".join(f"{one.name} {' '.join(one.addresses)}" for one in interfaces if one.addresses)
@@ -80,8 +85,10 @@ def network_of(
         raise UserError(f"no interface of this host bears {address}, from which it reaches {init_host}; it has {have}")
     if not interface.up:
         raise UserError(f"interface {interface.name}, which bears {address}, is down")
-    if gloo_wish is not None:
-        check_gloo(gloo_wish, interface, why, interfaces)
+    if environ.get("GLOO_SOCKET_IFNAME"):
+        check_gloo(environ["GLOO_SOCKET_IFNAME"], interface, why, interfaces)
+    if environ.get("NCCL_SOCKET_IFNAME"):
+        check_nccl(environ["NCCL_SOCKET_IFNAME"], interface, why, interfaces)
     return Network(init_host, address, interface.name, {"interface": why})
 
 
@@ -105,13 +112,34 @@ def check_gloo(wish: str, interface: Interface, why: str, interfaces: Sequence[I
         )
 
 
+def check_nccl(wish: str, interface: Interface, why: str, interfaces: Sequence[Interface]) -> None:
+    """Hold NCCL_SOCKET_IFNAME (RCCL's too) against the interface that was found.
+
+    It is a list of prefixes; of exact names after `=`; of prefixes that are left out after `^`, or names after `^=`.
+    Errors: UserError naming the value that works: on the wrong one the ranks wait for each other.
+    """
+    exclude, rest = wish.startswith("^"), wish.removeprefix("^")
+    exact, rest = rest.startswith("="), rest.removeprefix("=")
+    parts = [part for part in rest.split(",") if part]
+
+    def listed(name: str) -> bool:
+        return any(name == part if exact else name.startswith(part) for part in parts)
+
+    if listed(interface.name) == exclude:
+        chosen = ", ".join(one.name for one in interfaces if listed(one.name) != exclude) or "no interface"
+        raise UserError(
+            f"NCCL_SOCKET_IFNAME={wish} chooses {chosen} here, but {interface.name} {why};"
+            f" set NCCL_SOCKET_IFNAME=={interface.name} or leave it unset"
+        )
+
+
 def socket_environment(interface: str, given: Mapping[str, str]) -> dict[str, str]:
     """Name the interface to every library that opens sockets of its own, each in its own syntax.
 
     What the user has set for NCCL and MORI is kept; gloo's variable has been checked and may have been a list.
     """
     wanted = {"NCCL_SOCKET_IFNAME": f"={interface}", "MORI_SOCKET_IFNAME": interface, "TP_SOCKET_IFNAME": interface}
-    kept = {name: value for name, value in wanted.items() if name not in given}
+    kept = {name: value for name, value in wanted.items() if not given.get(name)}
     return {"GLOO_SOCKET_IFNAME": interface, **kept}
 
 

@@ -11,6 +11,7 @@ import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -126,11 +127,11 @@ def source_address(to: str) -> str | None:
         return str(asking.getsockname()[0])
 
 
-def find_network(member: int, host: str, gloo_wish: str | None) -> Network:
+def find_network(member: int, host: str, environ: Mapping[str, str]) -> Network:
     """Find the addresses that member `member` of a world around `host` uses. Errors: UserError."""
     address = numeric_host(host)
     check_resolved(host, address)
-    return network_of(member, host, address, source_address(address), interfaces(), gloo_wish)
+    return network_of(member, host, address, source_address(address), interfaces(), environ)
 
 
 def _read(path: Path) -> str:

@@ -15,12 +15,12 @@ HERE = (LO, DOCKER, FABRIC)
 
 
 def test_node_0_takes_the_interface_that_bears_the_address_not_the_one_of_a_route_to_itself() -> None:
-    network = network_of(0, "node0", "10.0.0.1", "127.0.0.1", HERE, None)
+    network = network_of(0, "node0", "10.0.0.1", "127.0.0.1", HERE, {})
     assert (network.init_host, network.address, network.interface) == ("10.0.0.1", "10.0.0.1", "eth1")
 
 
 def test_other_nodes_take_the_interface_of_the_route() -> None:
-    network = network_of(1, "node0", "10.0.0.9", "10.0.0.1", HERE, "eth1")
+    network = network_of(1, "node0", "10.0.0.9", "10.0.0.1", HERE, {"GLOO_SOCKET_IFNAME": "eth1"})
     assert (network.init_host, network.address, network.interface) == ("10.0.0.9", "10.0.0.1", "eth1")
 
 
@@ -46,14 +46,33 @@ def test_a_wrong_interface_is_refused_with_the_value_that_works(
     member: int, init_host: str, source: str | None, gloo: str | None, words: list[str]
 ) -> None:
     with pytest.raises(UserError) as refused:
-        network_of(member, "node0", init_host, source, HERE, gloo)
+        network_of(member, "node0", init_host, source, HERE, {} if gloo is None else {"GLOO_SOCKET_IFNAME": gloo})
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+@pytest.mark.parametrize("wish", ["", "eth", "eth1", "=eth1", "ib,eth", "^docker,lo", "^=eth", "=ib0,eth1"])
+def test_what_nccl_would_take_as_the_right_interface_is_left_alone(wish: str) -> None:
+    network_of(1, "node0", "10.0.0.9", "10.0.0.1", HERE, {"NCCL_SOCKET_IFNAME": wish})
+
+
+@pytest.mark.parametrize(
+    ("wish", "chosen"),
+    [("docker", "docker0"), ("=eth", "no interface"), ("^eth", "lo, docker0"), ("^=eth1", "lo, docker0")],
+)
+def test_what_nccl_would_take_as_another_is_refused_with_the_value_that_works(wish: str, chosen: str) -> None:
+    with pytest.raises(UserError) as refused:
+        network_of(1, "node0", "10.0.0.9", "10.0.0.1", HERE, {"NCCL_SOCKET_IFNAME": wish})
+    told = str(refused.value)
+    assert (
+        told.startswith(f"NCCL_SOCKET_IFNAME={wish} chooses {chosen} here, but eth1")
+        and "set NCCL_SOCKET_IFNAME==eth1" in told
+    )
 
 
 def test_an_interface_that_is_down_is_refused() -> None:
     down = (LO, Interface("eth1", ("10.0.0.1",), False))
     with pytest.raises(UserError, match="eth1, which bears 10.0.0.1, is down"):
-        network_of(1, "node0", "10.0.0.9", "10.0.0.1", down, None)
+        network_of(1, "node0", "10.0.0.9", "10.0.0.1", down, {})
 
 
 def test_a_host_name_that_means_this_host_only_is_refused_and_a_typed_loopback_is_a_wish() -> None:
