@@ -91,7 +91,7 @@ def follow(config: ServeConfig) -> int:
         try:
             supervisor.over.wait()
         finally:
-            supervisor.stop(_LEAVE_S if supervisor.failure is None and asked < 2 else 0.0)
+            supervisor.stop(supervisor.leave_grace_s)
         if supervisor.failure is not None and supervisor.exit_code == EXIT_USER_ERROR:
             raise UserError(supervisor.failure)
         keep.keep = supervisor.failure is not None or asked > 1

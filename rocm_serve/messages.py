@@ -9,7 +9,7 @@ import msgspec
 
 from rocm_serve.types import FinishReason, SamplingParams, TokenLogprob
 
-WIRE_VERSION = 2  # raised with every change of a struct below; both ends compare it before anything else
+WIRE_VERSION = 3  # raised with every change of a struct below; both ends compare it before anything else
 
 
 # --- server -> core -------------------------------------------------------------------------------------------------
@@ -271,7 +271,9 @@ class AskToStop(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From member 0: drained, an orderly end; your ranks leave by themselves."""
+    """From member 0: an orderly end; ranks that were drained leave by themselves within `grace_s`."""
+
+    grace_s: float = 0.0
 
 
 ControlMessage = Hello | Beat | DumpStacks | Stacks | GroupDown | AskToStop | Leave

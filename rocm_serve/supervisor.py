@@ -86,6 +86,7 @@ class Supervisor:
         self.over = threading.Event()  # failed, or told to leave
         self.failure: str | None = None
         self.exit_code = 0
+        self.leave_grace_s = 0.0  # as member 0 has said
 
     def start(self) -> None:
         """Meet the other members, if there are any, start the children, and watch. Returns at once."""
@@ -116,7 +117,8 @@ class Supervisor:
     def stop(self, grace_s: float = 10.0, *, because: str | None = None) -> None:
         """Let drained children leave on their own, then end the rest; remove sockets. Idempotent.
 
-        A child that failed while nobody watched any more still sets `failure` and `exit_code`. `because`: this is no
+        A child that failed while nobody watched any more still sets `failure` and `exit_code`, unless it was given no
+        time: then it was cut off in whatever it did. `because`: this is no
         orderly end, and the other members are told why.
         """
         self._stopping.set()
@@ -127,9 +129,9 @@ class Supervisor:
             if self._link is not None:
                 self._link.send(GroupDown(f"{self._name()}: {because}", 1))
         if self._link is not None and self.failure is None and self._resolved.member == 0:
-            self._link.send(Leave())
+            self._link.send(Leave(grace_s))
         wait_for([child.process for child in self._children], grace_s)
-        if self.failure is None and self._ended_badly():
+        if self.failure is None and grace_s > 0 and self._ended_badly():
             self.failure, self.exit_code = self._cause()
             if self._link is not None:
                 self._link.send(GroupDown(self.failure, self.exit_code))
@@ -208,8 +210,8 @@ class Supervisor:
     def _look(self) -> bool:
         """One look at everything; True when told to leave. Errors: _Over, GroupLost."""
         self._echo_new_lines()
-        if self._ended_badly():
-            self._hear_siblings()
+        if self._ended_badly() and self._hear_siblings():
+            return True
         if self._link is not None:
             for member, message in self._link.poll(0):
                 if isinstance(message, Beat):
@@ -235,7 +237,10 @@ class Supervisor:
             self._dump(message.ranks)
         if isinstance(message, AskToStop):
             self._tell.on_stop_wish()
-        return isinstance(message, Leave)
+        if isinstance(message, Leave):
+            self.leave_grace_s = message.grace_s
+            return True
+        return False
 
     def _beat(self, link: Link | None, now: float) -> tuple[RankBeat, ...]:
         """Say that this member lives and where its ranks are."""
@@ -295,15 +300,19 @@ class Supervisor:
                 self._link.send(Stacks(rank, text))
         return {rank: texts[child.name] for rank, child in asked.items()}
 
-    def _hear_siblings(self) -> None:
-        """Name the cause among all that have ended, here and elsewhere. Errors: _Over, always."""
+    def _hear_siblings(self) -> bool:
+        """Name the cause among all that have ended, here and elsewhere; True when it was told to leave after all.
+
+        Errors: _Over.
+        """
         end = time.monotonic() + _SIBLINGS_S
         while time.monotonic() < end and all(child.guilt >= SUFFERED for child in self._ended_badly()):
             if self._link is None:
                 time.sleep(_TICK_S)
                 continue
             for _, message in self._link.poll(_TICK_S):
-                self._take(message)
+                if self._take(message):
+                    return True
         self._echo_new_lines()
         raise _Over(*self._cause())
 

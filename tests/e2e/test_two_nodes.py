@@ -56,6 +56,15 @@ def a_request(nodes: TwoNodes, prompt: list[int], **body: object) -> Iterator[li
         thread.join(timeout=60)
 
 
+def listening(nodes: TwoNodes) -> set[str]:
+    """Addresses on which any process of either node takes connections."""
+    family = [psutil.Process(node.process.pid) for node in nodes.nodes]
+    family += [one for node in nodes.nodes for one in node.look()]
+    found = {c.laddr.ip for one in family for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert found, "nobody listens"
+    return found
+
+
 def in_phase(nodes: TwoNodes, name: str, phase: Phase) -> Callable[[], bool]:
     def there() -> bool:
         seen = nodes.progress(name)
@@ -81,6 +90,7 @@ def test_two_nodes_give_the_bits_of_one_process_and_a_sigterm_on_either_ends_bot
     with serving(four_layers, tmp_path / "two", PP2) as nodes:
         with nodes.client() as client:
             assert answers(client) == expected
+        assert listening(nodes) <= {"127.0.0.1", "127.0.0.2"}, "nothing listens on every interface"
         nodes.signal("node-1", signal.SIGTERM)
         assert nodes.end(30) == (0, 0)
 
@@ -212,6 +222,16 @@ def test_a_node_that_waits_says_so_and_gives_up_after_dist_timeout(four_layers: 
         assert "gave up after --dist-timeout 7 s" in first.log
     finally:
         nodes.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("name", ["node-0", "node-1"])
+def test_a_sigterm_before_the_server_is_ready_is_an_orderly_end_of_both(
+    four_layers: Path, tmp_path: Path, name: str
+) -> None:
+    with TwoNodes(four_layers, tmp_path, PP2) as nodes:
+        nodes.until(lambda: all("have met and agree" in node.log for node in nodes.nodes), 60, "they did not meet")
+        nodes.signal(name, signal.SIGTERM)
+        assert nodes.end(40) == (0, 0)
 
 
 def test_nodes_that_differ_are_refused_on_both_sides_by_key(four_layers: Path, tmp_path: Path) -> None:
