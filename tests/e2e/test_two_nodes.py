@@ -224,6 +224,7 @@ def test_a_node_that_waits_says_so_and_gives_up_after_dist_timeout(four_layers: 
         nodes.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["node-0", "node-1"])
 def test_a_sigterm_before_the_server_is_ready_is_an_orderly_end_of_both(
     four_layers: Path, tmp_path: Path, name: str
@@ -249,6 +250,7 @@ def test_nodes_that_differ_are_refused_on_both_sides_by_key(four_layers: Path, t
         nodes.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 def test_sigusr1_writes_the_stacks_of_any_process_to_its_log(four_layers: Path, tmp_path: Path) -> None:
     with serving(four_layers, tmp_path, PP2) as nodes:
         places = {"node-0": nodes.nodes[0].log_path, "node-1": nodes.nodes[1].log_path}
@@ -262,6 +264,7 @@ def test_sigusr1_writes_the_stacks_of_any_process_to_its_log(four_layers: Path, 
         assert nodes.end(30) == (0, 0)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_process_per_rank_and_the_first_serves(four_layers: Path, tmp_path: Path) -> None:
     with Server(four_layers, tmp_path / "one", SMALL) as one, one.client() as client:
         expected = answers(client)
