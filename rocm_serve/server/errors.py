@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -74,6 +75,10 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     return error_response(bad_request(str(first["msg"]), ".".join(names) or None))
 
 
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
 async def _on_crash(request: Request, error: Exception) -> Response:
     return error_response(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
 
@@ -83,4 +88,5 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_crash)

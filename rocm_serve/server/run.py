@@ -34,6 +34,7 @@ def bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        sock.listen()  # here, not later: SO_REUSEADDR lets two bind a port on which nobody listens yet
     except OSError as error:
         sock.close()
         raise UserError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error

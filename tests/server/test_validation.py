@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rocm_serve.server.app import create_app
 from rocm_serve.server.body import MAX_BODY_BYTES
 from rocm_serve.server.protocol import CompletionRequest
 from tests.server.fake_engine import FakeEngine
-from tests.server.http import VOCAB, complete, error_of, refused, with_client
+from tests.server.http import TOKENIZER, VOCAB, complete, error_of, make_info, refused, with_client
 
 NAN = float("nan")
 BAD_FIELDS: list[tuple[str, Any]] = [
@@ -253,6 +255,23 @@ def test_a_body_past_the_limit_is_a_413_declared_or_not() -> None:
         assert response.status_code == 413
 
     with_client(talk)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_a_client_that_goes_away_while_its_body_is_read_is_no_fault(path: str) -> None:
+    incoming = iter([{"type": "http.request", "body": b'{"pro', "more_body": True}, {"type": "http.disconnect"}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return next(incoming)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    app = create_app(FakeEngine(VOCAB), TOKENIZER, make_info())
+    asyncio.run(app({**scope, "headers": [], "http_version": "1.1", "scheme": "http"}, receive, send))
+    assert sent[0]["status"] == 499
 
 
 def test_any_content_type_and_any_authorization_are_taken() -> None:
