@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TypeVar
 
@@ -10,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from rocm_serve.server.errors import ApiError, bad_request
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 16 * 2**20  # a million token ids take half of it
+_BIG_BODY_BYTES = 2**18  # such bodies are parsed on a thread: they would hold up the streams of others
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -20,7 +22,10 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 
     Errors: ApiError 413 past MAX_BODY_BYTES, 400 otherwise.
     """
-    return parse_body(await _read_bytes(request), kind)
+    data = await _read_bytes(request)
+    if len(data) > _BIG_BODY_BYTES:
+        return await asyncio.to_thread(parse_body, data, kind)
+    return parse_body(data, kind)
 
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:

@@ -49,14 +49,28 @@ class Checker:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def prompt_ids(self, prompt: Prompt, add_special_tokens: bool, param: str = "prompt") -> tuple[int, ...]:
-        """Return the ids of one prompt. Errors: ApiError 400 for ids the tokenizer does not know, or no ids at all."""
+        """Return the ids of one prompt.
+
+        Errors: ApiError 400 for ids the tokenizer does not know, no ids at all, or a text that can be seen to be
+        longer than the context before it is tokenised.
+        """
         if isinstance(prompt, str):
+            self._check_size(prompt, param)
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens))
             if not ids:
                 raise bad_request(f"{param} has no tokens; the model needs at least one", param)
             return ids
         self.check_ids(prompt, param)
         return prompt
+
+    def _check_size(self, text: str, param: str) -> None:
+        limit = self.tokenizer.max_bytes(self.limits.max_model_len)
+        if len(text) * 4 > limit and len(text.encode("utf-8")) > limit:
+            message = (
+                f"{param} has {len(text)} characters; no such text fits in this server's context of "
+                f"{self.limits.max_model_len} tokens"
+            )
+            raise bad_request(message, param, "context_length_exceeded")
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Errors: ApiError 400 for the first id that the tokenizer does not know."""

@@ -20,12 +20,12 @@ from rocm_serve.server.context import Context
 from rocm_serve.server.logprobs import Scored
 from rocm_serve.server.protocol import SamplingFields
 from rocm_serve.server.sse import EventStream, until_disconnect
+from rocm_serve.tokens.tokenizer import LONG_TEXT_CHARS
 
 Result = TypeVar("Result")
 MakeChoices = Callable[[Checker, str, random.Random], list[Choice]]
 
 encode = msgspec.json.Encoder().encode
-_LONG_PROMPT_CHARS = 20_000  # such prompts are tokenised on a thread: they would hold up the streams of others
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ async def checked_choices(context: Context, frame: Frame, make: MakeChoices, num
     """Return the choices of a request; a long prompt is tokenised off the event loop. Errors: ApiError."""
     checker = context.checker()
     rng = random.Random(context.rng.getrandbits(64))
-    if num_chars > _LONG_PROMPT_CHARS:
+    if num_chars > LONG_TEXT_CHARS:
         return await asyncio.to_thread(make, checker, frame.id, rng)
     return make(checker, frame.id, rng)
 

@@ -215,9 +215,8 @@ def test_an_engine_that_dies_turns_health_to_503_and_ends_with_1() -> None:
 
 
 def test_an_address_in_use_is_the_users_error() -> None:
-    with bind("127.0.0.1", 0) as sock:
-        with pytest.raises(UserError, match="cannot listen on 127.0.0.1 port"):
-            bind("127.0.0.1", sock.getsockname()[1])
+    with bind("127.0.0.1", 0) as sock, pytest.raises(UserError, match="cannot listen on 127.0.0.1 port"):
+        bind("127.0.0.1", sock.getsockname()[1])
     with bind("0.0.0.0", 0) as sock:
         assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
 

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+
 import httpx
 import pytest
 
+from rocm_serve.server.app import create_app
+from rocm_serve.server.token_routes import MAX_TEXT_MIB
+from rocm_serve.tokens.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
-from tests.server.http import TOKENIZER, VOCAB, error_of, refused, with_client
-from tests.tokens.tiny import TEMPLATE
+from tests.server.http import TOKENIZER, VOCAB, error_of, make_info, refused, with_client
+from tests.tokens.tiny import TEMPLATE, build_bpe
 
 
 def test_tokenize_and_detokenize_are_inverse() -> None:
@@ -90,3 +96,61 @@ def test_lm_evals_own_remote_tokenizer_reads_these_shapes() -> None:
         assert isinstance((await client.post("/detokenize", json={"tokens": [1, 2]})).json()["prompt"], str)
 
     with_client(talk)
+
+
+class Listing(Tokenizer):
+    """Notes what it is asked to tokenise."""
+
+    def __init__(self) -> None:
+        super().__init__(build_bpe(), TOKENIZER.files)
+        self.asked: list[str] = []
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        self.asked.append(text)
+        return super().encode(text, add_special_tokens)
+
+
+def with_listing(talk: Callable[[httpx.AsyncClient, Listing], Awaitable[None]]) -> None:
+    async def main() -> None:
+        tokenizer = Listing()
+        transport = httpx.ASGITransport(create_app(FakeEngine(VOCAB, max_model_len=40), tokenizer, make_info()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            await talk(client, tokenizer)
+
+    asyncio.run(main())
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    async def talk(client: httpx.AsyncClient, tokenizer: Listing) -> None:
+        text = "é" * (tokenizer.max_bytes(40) // 2 + 1)
+        error = await refused(client, 400, prompt=text)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+        messages = [{"role": "user", "content": text}]
+        error = await refused(client, 400, "/v1/chat/completions", messages=messages)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+        big = "é" * (MAX_TEXT_MIB * 2**19 + 1)
+        for body, param in (
+            ({"prompt": big}, "prompt"),
+            ({"messages": [{"role": "user", "content": big}]}, "messages"),
+        ):
+            error = await refused(client, 413, "/tokenize", **body)
+            assert (error["code"], error["param"]) == ("request_too_large", param)
+            assert f"{MAX_TEXT_MIB} MiB" in error["message"]
+        assert not tokenizer.asked
+        assert (await client.post("/tokenize", json={"prompt": "x" * 10_000})).status_code == 200
+        assert len(tokenizer.asked) == 1
+
+    with_listing(talk)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+def test_health_answers_while_a_long_text_is_tokenised(path: str) -> None:
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        ask = asyncio.create_task(client.post(path, json={"prompt": "a" * 600_000}))
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+            assert (await client.get("/health")).status_code == 200
+        assert not ask.done()
+        assert (await ask).status_code == (200 if path == "/tokenize" else 400)
+
+    with_client(talk, max_model_len=50_000)

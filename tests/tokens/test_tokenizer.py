@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from tokenizers import Tokenizer as BpeTokenizer
 from tokenizers import decoders, models
 
 from rocm_serve.errors import UserError
-from rocm_serve.tokens.tokenizer import Tokenizer, byte_of_char
+from rocm_serve.tokens.tokenizer import LONG_TEXT_CHARS, Tokenizer, byte_of_char
 from tests.tokens.tiny import PLAIN, SPECIAL, TEMPLATE, build_bpe, tiny_tokenizer, write_tokenizer
 
 BPE = build_bpe()
@@ -123,3 +126,28 @@ def test_other_kinds_of_tokenizer_are_refused() -> None:
     broken.decoder = decoders.ByteLevel()
     with pytest.raises(UserError, match="byte alphabet"):
         Tokenizer(broken, files)
+
+
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+def test_long_texts_are_tokenised_as_short_ones_are(add_special_tokens: bool) -> None:
+    words = ["the", " of", " naïve", " cafe\u0301", " 🙂", "\n\n", "<think>", "<|im_end|>", " 12"]
+    text = "".join(random.Random(5).choices(words, k=3 * LONG_TEXT_CHARS))
+    assert len(text) > LONG_TEXT_CHARS
+    expected = build_bpe().encode(text, add_special_tokens=add_special_tokens).ids
+    assert tiny_tokenizer().encode(text, add_special_tokens) == expected
+
+
+def test_no_text_of_so_few_tokens_is_longer_than_the_bound() -> None:
+    tokenizer = tiny_tokenizer()
+    longest = max((tokenizer.bytes_of([i]) for i in range(tokenizer.vocab_used)), key=len)
+    assert len(longest) * 7 <= tokenizer.max_bytes(7)
+    sources: dict[str, str] = {}  # the longest way to write each character that NFC keeps
+    for code in range(sys.maxunicode + 1):
+        if not 0xD800 <= code < 0xE000 and len(made := unicodedata.normalize("NFC", chr(code))) == 1:
+            sources[made] = max(sources.get(made, ""), chr(code), key=lambda text: len(text.encode()))
+    worst = 0.0
+    for char in sources:
+        parts = unicodedata.normalize("NFD", char)
+        written = "".join(sources.get(part, part) for part in parts)
+        worst = max(worst, len(written.encode()) / len(char.encode()))
+    assert worst >= 3 and tokenizer.max_bytes(1) >= worst * len(longest)
