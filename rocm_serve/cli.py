@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +14,10 @@ from rich.console import Console
 from rocm_serve import cli_plan, cli_report
 from rocm_serve.config import load
 from rocm_serve.errors import UserError
+from rocm_serve.stop import end, until_told_to_stop
 from rocm_serve.version import VERSION
 
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -82,9 +85,20 @@ def serve(
     given = {name: value for name, value in locals().items() if name in load.FIELDS and value is not None}
     if "op" in given:
         given["op"] = load.parse_ops(op or [])
-    from rocm_serve.compose import serve as run_server
+    code = 0
+    with until_told_to_stop():
+        wishes = load.load(given, config, load.environment())
+        from rocm_serve.compose import serve as run_server
 
-    raise typer.Exit(run_server(load.load(given, config, load.environment())))
+        code = run_server(wishes)
+    raise typer.Exit(code)
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        _say(f"rocm-serve {VERSION}")
+        raise typer.Exit
 
 
 app.command()(cli_plan.plan)
@@ -121,8 +135,13 @@ def main() -> None:
     """Run the command line. A wish that cannot be met is one line and exit code 2, never a traceback."""
     try:
         app()
+    except SystemExit as ended:
+        end(ended.code if isinstance(ended.code, int) else 0)
     except UserError as error:
         sys.stderr.write(f"rocm-serve: {error}\n")
-        sys.exit(EXIT_USER_ERROR)
+        end(EXIT_USER_ERROR)
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+        end(EXIT_INTERRUPTED)
+    except Exception:
+        traceback.print_exc()
+        end(EXIT_FAILED)

@@ -26,6 +26,7 @@ from rocm_serve.config.schema import Resolved, ServeConfig
 from rocm_serve.diagnostics.collect import RUN_DIR_PREFIX
 from rocm_serve.diagnostics.record import record_start
 from rocm_serve.engine.client import EngineClient
+from rocm_serve.engine.link import LONGEST_NAME, endpoint
 from rocm_serve.engine.thread import CoreThread, run_core_in_thread
 from rocm_serve.errors import UserError
 from rocm_serve.executor.api import Executor
@@ -38,9 +39,11 @@ from rocm_serve.platform import probe
 from rocm_serve.report import curl_line, limit_lines, ready_line, start_up_lines
 from rocm_serve.server.info import ServerInfo
 from rocm_serve.server.run import bind, run
+from rocm_serve.stop import ToldToStop
 from rocm_serve.supervisor import Supervisor
+from rocm_serve.tokens.template import ChatTemplate
 from rocm_serve.tokens.tokenizer import Tokenizer
-from rocm_serve.trace import tracing
+from rocm_serve.trace import check_folder, tracing
 from rocm_serve.watchdog import InProcessWatch
 
 log = logging.getLogger("rocm_serve")
@@ -102,6 +105,10 @@ def prepare(config: ServeConfig, run_dir: Path) -> tuple[Resolved, Tokenizer]:
     """Read configuration, tokenizer and headers, ask the machine, decide everything, say it."""
     facts = parse_config(*read_config(config.model))
     tokenizer = Tokenizer.from_dir(config.model)
+    if tokenizer.chat_template is not None:
+        ChatTemplate(tokenizer.chat_template, {})  # the server compiles it again, when all of this has started
+    if config.trace is not None:
+        check_folder(config.trace)
     platform = probe.probe(config.device)
     resolved = resolve(
         config,
@@ -157,9 +164,11 @@ def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.
         watch = InProcessWatch(heartbeat, resolved.watchdog_timeout, on_stuck)
         watch.start()
         core: CoreThread = run_core_in_thread(resolved, make_executor, trace=trace)
-        code = run(make_client, tokenizer, ServerInfo.from_resolved(resolved), sock, on_ready=on_ready)
-        watch.end()
-        core.join(leave_s)
+        try:
+            code = run(make_client, tokenizer, ServerInfo.from_resolved(resolved), sock, on_ready=on_ready)
+        finally:
+            watch.end()
+            core.join(leave_s)
     if core.exit_code == EXIT_USER_ERROR:
         raise UserError(clients[0].error)
     return code
@@ -189,9 +198,12 @@ def serve_with_workers(resolved: Resolved, tokenizer: Tokenizer, sock: socket.so
         supervisor.quiet()
         say_ready(resolved, url, limits)
 
-    supervisor.start()
     try:
+        supervisor.start()
         code = run(make_client, tokenizer, ServerInfo.from_resolved(resolved), sock, on_ready=on_ready)
+    except ToldToStop:
+        supervisor.stop(0.0)
+        raise
     except BaseException as error:
         supervisor.stop(0.0, because=f"the HTTP server failed: {type(error).__name__}: {error}")
         raise
@@ -245,16 +257,22 @@ class RunDirectory:
 @contextlib.contextmanager
 def run_directory() -> Iterator[RunDirectory]:
     """Make this run's folder, and remove it unless somebody has to read its logs."""
-    directory = RunDirectory(Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX)))
-    (directory.path / "logs").mkdir()
-    node_log = logging.FileHandler(directory.path / "logs" / "node.log")
-    node_log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logging.getLogger().addHandler(node_log)
     try:
+        directory = RunDirectory(Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX)))
+    except OSError as error:
+        raise UserError(f"no folder for sockets and logs: {error.strerror}; TMPDIR may name one") from None
+    node_log = None
+    try:
+        endpoint(str(directory.path), LONGEST_NAME)
+        (directory.path / "logs").mkdir()
+        node_log = logging.FileHandler(directory.path / "logs" / "node.log")
+        node_log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        logging.getLogger().addHandler(node_log)
         yield directory
     finally:
-        logging.getLogger().removeHandler(node_log)
-        node_log.close()
+        if node_log is not None:
+            logging.getLogger().removeHandler(node_log)
+            node_log.close()
         if directory.keep:
             _echo(f"logs are kept in {directory.path}; rocm-serve report --run-dir {directory.path} packs them")
         else:

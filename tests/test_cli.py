@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,8 +59,9 @@ def assert_refused(run: Run, *words: str) -> None:
 
 
 def test_version_is_the_packages(here: Callable[..., Run]) -> None:
-    run = here("version")
-    assert (run.returncode, run.stdout.strip()) == (0, f"rocm-serve {VERSION}")
+    for spelled in ("version", "--version"):
+        run = here(spelled)
+        assert (run.returncode, run.stdout.strip()) == (0, f"rocm-serve {VERSION}")
 
 
 @pytest.mark.parametrize("command", ["serve", "plan", "report", "make-checkpoint", "version"])
@@ -127,6 +132,83 @@ def test_a_port_in_use_is_refused_before_anything_is_read(here: Callable[..., Ru
         taken.listen()
         port = str(taken.getsockname()[1])
         assert_refused(here("serve", "--model", text_fp8, "--port", port), f"port {port}", "in use")
+
+
+def test_a_meeting_place_in_use_is_refused_by_flag(text_fp8: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = ("--device", "cpu", "--port", "0", "--tp", "2", "--dist-init-addr", place)
+        assert_refused(in_a_process("serve", "--model", text_fp8, *flags), f"--dist-init-addr {place}", "in use")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("chat_template.jinja", b"{% if %}", ["chat template does not compile", "line 1"]),
+        ("chat_template.jinja", b"\xff", ["chat_template.jinja", "UTF-8"]),
+        ("tokenizer_config.json", b"[]", ["tokenizer_config.json", "JSON object"]),
+    ],
+)
+def test_a_broken_neighbour_of_the_tokenizer_is_refused_before_anything_starts(
+    here: Callable[..., Run], text_fp8: Path, tmp_path: Path, name: str, content: bytes, words: list[str]
+) -> None:
+    for file in text_fp8.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_bytes(content)
+    assert_refused(here("serve", "--model", tmp_path, "--port", "0", "--device", "cpu"), *words)
+
+
+def test_places_that_cannot_be_written_to_are_refused_by_name(
+    here: Callable[..., Run], text_fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = text_fp8 / "config.json" / "below"
+    assert_refused(here("serve", "--model", text_fp8, "--port", "0", "--trace", place), f"--trace {place}")
+    assert_refused(here("make-checkpoint", "--layout", "dense", "--mtp", "none", "--out", place), str(place))
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert_refused(here("serve", "--model", text_fp8, "--port", "0"), "too long for a socket", "TMPDIR")
+    assert not list(long.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(long / "absent"))
+    assert_refused(here("serve", "--model", text_fp8, "--port", "0"), "TMPDIR")
+
+
+FAILING_SERVER = """
+import sys
+from rocm_serve import cli, compose
+from rocm_serve.errors import UserError
+def run(*_, **__):
+    raise UserError("no server today")
+compose.run = run
+cli.main()
+"""
+
+
+def test_an_error_beside_a_core_that_loads_is_still_one_line_and_exit_code_2(text_fp8: Path) -> None:
+    command = [sys.executable, "-c", FAILING_SERVER, "serve", "--model", str(text_fp8), "--port", "0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert_refused(run, "no server today")
+
+
+@pytest.mark.parametrize("flags", [[], ["--tp", "2"]])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_start_that_is_told_to_stop_ends_with_0_and_leaves_nothing(
+    text_fp8: Path, tmp_path: Path, flags: list[str], number: signal.Signals
+) -> None:
+    command = [sys.executable, "-m", "rocm_serve", "serve", "--model", str(text_fp8), "--port", "0", *flags]
+    with tempfile.TemporaryDirectory(prefix="f") as short:  # sockets want short paths
+        env = {**os.environ, "TMPDIR": short}
+        server = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        while server.poll() is None and not list(Path(short).iterdir()):
+            time.sleep(0.005)
+        server.send_signal(number)
+        said, _ = server.communicate(timeout=120)
+        assert server.returncode == 0, said
+        assert b"Traceback" not in said
+        assert not list(Path(short).iterdir())
 
 
 def test_a_damaged_checkpoint_is_refused_from_its_headers(

@@ -13,9 +13,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from rocm_serve.errors import UserError
 from rocm_serve.messages import WIRE_VERSION, FromCore, ToCore
 
 VERSION_FRAME: Final = WIRE_VERSION.to_bytes(2, "little")
+LONGEST_NAME: Final = "from_core.sock"
 FLUSH_MS: Final = 2000  # the last message (why the core died) has this long to leave
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -30,10 +32,12 @@ class WireError(RuntimeError):
 
 
 def endpoint(run_dir: str, name: str) -> str:
-    """Name one socket of this run. Errors: ValueError if the operating system has no room for the path."""
+    """Name one socket of this run. Errors: UserError if the operating system has no room for the path."""
     path = str(Path(run_dir).absolute() / name)
     if len(path.encode()) > zmq.IPC_PATH_MAX_LEN:
-        raise ValueError(f"{path} is too long for a socket: at most {zmq.IPC_PATH_MAX_LEN} bytes")
+        raise UserError(
+            f"{path} is too long for a socket: at most {zmq.IPC_PATH_MAX_LEN} bytes; TMPDIR may name a shorter place"
+        )
     return f"ipc://{path}"
 
 

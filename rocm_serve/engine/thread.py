@@ -11,6 +11,7 @@ from rocm_serve.engine.link import CoreLink
 from rocm_serve.errors import UserError
 from rocm_serve.executor.api import Executor
 from rocm_serve.messages import CoreFailed
+from rocm_serve.stop import CORE_THREAD
 from rocm_serve.trace import StepTrace
 
 
@@ -20,7 +21,7 @@ class CoreThread(threading.Thread):
     def __init__(
         self, run_dir: str, executor_factory: Callable[[], Executor], trace: Callable[[StepTrace], None] | None
     ) -> None:
-        super().__init__(name="engine-core", daemon=True)
+        super().__init__(name=CORE_THREAD, daemon=True)
         self.exit_code: int | None = None
         self.error: BaseException | None = None
         self._run_dir = run_dir

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from rocm_serve.errors import UserError
 from rocm_serve.parallel.comm import Comm, GlooComm, NcclComm, SoloComm
 from rocm_serve.parallel.mesh import Coord
 
@@ -68,15 +69,21 @@ def make_groups(coord: Coord, *, gpu: bool, init_addr: str, timeout_s: float) ->
 
 
 def _store(init_addr: str, world: int, *, is_master: bool, timeout: timedelta) -> dist.Store:
-    """Open or join the store. Left to itself torch listens on every interface; here only on the given address."""
+    """Open or join the store. Left to itself torch listens on every interface; here only on the given address.
+
+    Errors: UserError when rank 0 cannot listen there.
+    """
     host, _, digits = init_addr.rpartition(":")
     host, port = host.strip("[]"), int(digits)
     if not is_master:
         return dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen()
+        try:
+            listening.bind((host, port))
+            listening.listen()
+        except OSError as error:
+            raise UserError(f"--dist-init-addr {init_addr}: rank 0 cannot listen there: {error.strerror}") from None
         fd = os.dup(listening.fileno())  # the store closes it
     return dist.TCPStore(host, port, world, is_master=True, timeout=timeout, master_listen_fd=fd)
 
