@@ -2,6 +2,7 @@
 #   make serve    tiny Qwen3.8-shaped checkpoint on the CPU, prints a working curl
 #   make test     everything that runs without a GPU
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 .PHONY: help venv serve test test-fast test-gpu check fmt eval-smoke clean
 
 PYTHON ?= python3

@@ -6,6 +6,9 @@ The same seed writes the same bytes. The model is random: it answers nonsense, b
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -29,6 +32,7 @@ from rocm_serve.checkpoint.synthetic_tokenizer import write_tokenizer
 from rocm_serve.errors import UserError
 
 _SHARD_BYTES = 12 << 20
+_LAST = "config.json"
 
 
 def make_checkpoint(
@@ -37,7 +41,8 @@ def make_checkpoint(
     """Write a checkpoint into the directory `out` (made if missing) and return its path.
 
     `layers` overrides the number of layers (tests of pipelines and of speed).
-    Errors: UserError for an unknown layout, an impossible MTP format, a directory that holds another model.
+    Errors: UserError for an unknown layout, an impossible MTP format, a directory that holds another model or cannot
+    be written to.
     """
     check_wish(layout, mtp, dims)
     path = Path(out)
@@ -45,15 +50,36 @@ def make_checkpoint(
         raise UserError(f"{path} is not a directory")
     if path.is_dir() and any(path.iterdir()) and not (path / "synthetic.json").exists():
         raise UserError(f"{path} is not empty and was not written by make-checkpoint; choose another directory")
-    path.mkdir(parents=True, exist_ok=True)
-    for stale in path.glob("model-*.safetensors"):
-        stale.unlink()
     sizes = DIMS[cast(DimsName, dims)]
     sizes = replace(sizes, layers=layers) if layers is not None else sizes
     wish: JsonObject = {"layout": layout, "mtp": mtp, "seed": seed, "dims": dims, "layers": sizes.layers}
-    _write_json(path / "synthetic.json", wish)
-    _write_model(path, cast(Layout, layout), cast(MtpFormat, mtp), sizes, seed)
+    try:
+        with _whole(path, wish) as part:
+            _write_model(part, cast(Layout, layout), cast(MtpFormat, mtp), sizes, seed)
+    except OSError as error:
+        raise UserError(f"cannot write to {error.filename or path}: {error.strerror or error}") from error
     return path
+
+
+@contextmanager
+def _whole(path: Path, wish: JsonObject) -> Iterator[Path]:
+    """Give a folder to write to whose files then move to `path`, config.json last: without it nothing is a model.
+
+    The folder is inside `path`, which may be a mount. An old model loses its config.json first.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    _write_json(path / "synthetic.json", wish)
+    for stale in (path / _LAST, *path.glob("model-*.safetensors")):
+        stale.unlink(missing_ok=True)
+    part = path / ".part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        yield part
+        for file in sorted(part.iterdir(), key=lambda file: file.name == _LAST):
+            file.replace(path / file.name)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _write_model(path: Path, layout: Layout, mtp: MtpFormat, dims: Dims, seed: int) -> None:

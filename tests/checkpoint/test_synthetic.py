@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rocm_serve.checkpoint import synthetic
 from rocm_serve.checkpoint.fp8 import dequantise
 from rocm_serve.checkpoint.initial import draw
 from rocm_serve.checkpoint.reader import CheckpointReader, read_config
@@ -165,6 +168,23 @@ def test_rewriting_a_directory_leaves_no_old_shard(tmp_path: Path) -> None:
     assert {CheckpointReader(path).info(name).file for name in CheckpointReader(path).names} == {
         p.name for p in path.glob("*.safetensors")
     }
+
+
+def test_a_write_that_is_cut_short_leaves_no_config_and_the_next_one_repairs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = digests(make_checkpoint(tmp_path / "whole", "dense", "none", layers=4))
+    path = make_checkpoint(tmp_path / "x", "dense", "none", layers=4)
+
+    def disk_full(*args: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(synthetic, "save_file", disk_full)
+        with pytest.raises(UserError, match="No space left"):
+            make_checkpoint(path, "dense", "none", layers=4)
+    assert not (path / "config.json").exists()
+    assert digests(make_checkpoint(path, "dense", "none", layers=4)) == whole
 
 
 @pytest.mark.parametrize(
