@@ -17,6 +17,10 @@ LayerType = Literal["linear_attention", "full_attention"]
 Json = Mapping[str, object]
 _T = TypeVar("_T")
 _LANGUAGE = "model.language_model."
+_MOST = (
+    1 << 27
+)  # of any size, count or position: a hundred times what is published; memory is asked for by such numbers
+_MOST_LAYERS = 10_000
 
 MOE_ARCHITECTURES = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 DENSE_ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
@@ -113,12 +117,12 @@ class _Section:
         got = f"is {self.values[key]!r}" if key in self.values else "is missing"
         return UserError(f"{self.where}: {key} {got}; legal: {legal}")
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = _MOST) -> int:
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.fail(key, f"a whole number, at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.fail(key, f"a whole number, {least}..{most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -162,12 +166,18 @@ def parse_config(config: Json, generation_config: Json | None = None) -> ModelFa
     nested = root.section("text_config")
     text = root if nested is None else _Section(nested, "config.json text_config")
     _check_fixed_values(text)
-    layers = text.integer("num_hidden_layers")
+    layers = text.integer("num_hidden_layers", most=_MOST_LAYERS)
     head_dim = text.integer("head_dim")
     rope, rotary_dim = _rope(text, head_dim)
     max_position = text.integer("max_position_embeddings")
     if rope.yarn is not None:
-        max_position = max(max_position, int(rope.yarn.original_max_position * rope.yarn.factor))
+        stretched = rope.yarn.original_max_position * rope.yarn.factor
+        if stretched > _MOST:
+            raise UserError(
+                f"{text.where}: yarn factor {rope.yarn.factor:g} stretches to {stretched:g} positions;"
+                f" legal: up to {_MOST}"
+            )
+        max_position = max(max_position, int(stretched))
     moe = architecture in MOE_ARCHITECTURES
     facts = ModelFacts(
         architecture=architecture,

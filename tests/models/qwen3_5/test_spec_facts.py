@@ -141,7 +141,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_sliding_window": True}, "use_sliding_window is True"),
     ({"hidden_size": "256"}, "hidden_size is '256'; legal: a whole number"),
     ({"hidden_size": True}, "hidden_size is True"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers is 0; legal: a whole number, at least 1"),
+    ({"num_hidden_layers": 0}, r"num_hidden_layers is 0; legal: a whole number, 1\.\.10000"),
+    ({"num_hidden_layers": 10**15, "layer_types": None}, "num_hidden_layers is 10+; legal: a whole number"),
+    ({"max_position_embeddings": 10**15}, "max_position_embeddings is 10+; legal: a whole number"),
+    ({"hidden_size": 10**30}, "hidden_size is 10+; legal: a whole number"),
+    (
+        {
+            "rope_parameters": {
+                "rope_theta": 1e7,
+                "rope_type": "yarn",
+                "factor": 1e300,
+                "original_max_position_embeddings": 4096,
+            }
+        },
+        r"yarn factor 1e\+300 stretches to .* positions; legal: up to",
+    ),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0; legal: a number above 0"),
     ({"layer_types": ["linear_attention"]}, r"layer_types is not a list of 8 \(num_hidden_layers\) values out of"),
     ({"layer_types": ["sliding_attention"] * 8}, "out of linear_attention, full_attention"),
