@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,12 +20,20 @@ class Gate:
         self.num_open = 0
         self.draining = False
         self._client = client
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     @property
     def state(self) -> str:
         """Return starting, ready, draining or dead."""
         state = self._client.state
-        return "draining" if self.draining and state == "ready" else state
+        if self.draining and (state == "ready" or (state == "dead" and self._client.error is None)):
+            return "draining"  # an engine that has drained is gone a moment before its server
+        return state
+
+    async def until_empty(self) -> None:
+        """Return when no answer is open."""
+        await self._empty.wait()
 
     def check_ready(self) -> None:
         """Errors: ApiError 503 with the reason."""
@@ -45,7 +54,10 @@ class Gate:
             message = f"the queue is full: {self.num_open} of {self.capacity} places are taken; try again later"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": RETRY_AFTER_S})
         self.num_open += num_choices
+        self._empty.clear()
         try:
             yield
         finally:
             self.num_open -= num_choices
+            if not self.num_open:
+                self._empty.set()

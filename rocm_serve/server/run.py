@@ -17,6 +17,7 @@ from rocm_serve.messages import EffectiveLimits
 from rocm_serve.server.app import create_app
 from rocm_serve.server.context import Context
 from rocm_serve.server.info import EngineClientProtocol, ServerInfo
+from rocm_serve.server.limits import Gate
 from rocm_serve.tokens.tokenizer import Tokenizer
 
 OnReady = Callable[[str, EffectiveLimits], None]
@@ -24,6 +25,7 @@ OnReady = Callable[[str, EffectiveLimits], None]
 _log = logging.getLogger("rocm_serve.server")
 _POLL_S = 0.1
 _DEAD_GRACE_S = 2.0  # long enough for a probe to read the 503 and for open answers to end with their error
+_NOTHING_OPEN_S = 5.0  # for an end that costs no answer, however often it was asked for
 _LAST_WORDS_S = 1.0  # for the errors of answers that are cut off to reach their clients
 
 
@@ -92,8 +94,9 @@ def run(
 ) -> int:
     """Serve until SIGTERM or SIGINT, or until the engine dies; return the process's exit code.
 
-    0: stopped as asked, every accepted request answered. 1: the engine failed, or draining was cut short by a second
-    signal or by `drain_timeout_s`. `make_client` is called inside the event loop; `on_ready` once, with the URL.
+    0: stopped as asked, every accepted request answered. 1: the engine failed, or answers were cut off by a second
+    signal or by `drain_timeout_s`. While open answers end, new work gets 503 and /health goes on.
+    `make_client` is called inside the event loop; `on_ready` once, with the URL.
     """
 
     async def main() -> int:
@@ -127,10 +130,18 @@ async def serve(
                 _log.error("the engine is dead: %s", client.error or "no reason given")
                 await _first_of(stop.asked.wait(), asyncio.sleep(_DEAD_GRACE_S))
             context.gate.draining = True
-            server.should_exit = True
-            drained = await _drain(client, http, stop, 1.0 if died else drain_timeout_s)
+
+            async def end() -> None:
+                await context.gate.until_empty()
+                if client.state in ("ready", "draining"):
+                    await client.drain()
+                server.should_exit = True  # closes the listener; responses on their way are still sent
+                await asyncio.shield(http)
+
+            drained = await _drain(end(), context.gate, stop, 1.0 if died else drain_timeout_s)
             failed = client.error is not None
         finally:
+            server.should_exit = True
             await client.close()  # what is still open ends with an error that its client can read
             await asyncio.wait({http}, timeout=_LAST_WORDS_S)
             for task in (http, *server.server_state.tasks):
@@ -167,16 +178,12 @@ async def _until_end(
         await asyncio.gather(start, asked, return_exceptions=True)
 
 
-async def _drain(client: EngineClientProtocol, http: asyncio.Task[None], stop: _Stop, timeout_s: float) -> bool:
-    """Let open requests end, then the engine; return False if that was cut short."""
-
-    async def all_over() -> None:
-        await asyncio.shield(http)
-        if client.state in ("ready", "draining"):
-            await client.drain()
-
-    over = asyncio.create_task(all_over())
+async def _drain(end: Coroutine[None, None, None], gate: Gate, stop: _Stop, timeout_s: float) -> bool:
+    """Wait for the orderly `end`; return False if that was cut short."""
+    over = asyncio.create_task(end)
     await _first_of(asyncio.wait({over}, timeout=timeout_s), stop.insisted.wait())
+    if not over.done() and not gate.num_open:
+        await asyncio.wait({over}, timeout=_NOTHING_OPEN_S)
     if over.done():
         over.result()
         return True

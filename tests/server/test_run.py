@@ -107,8 +107,10 @@ def test_a_client_that_goes_away_aborts_its_answers(n: int, when: str, stream: b
     assert run_serving(talk, step_s=0.01) == 0
 
 
-def test_sigterm_finishes_running_and_waiting_answers_and_takes_no_new_connection() -> None:
+def test_sigterm_finishes_running_and_waiting_answers_and_takes_no_new_work() -> None:
     async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        engine.release.clear()
+
         async def streamed() -> str:
             async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
                 return "".join([part async for part in response.aiter_text()])
@@ -118,13 +120,25 @@ def test_sigterm_finishes_running_and_waiting_answers_and_takes_no_new_connectio
         await until(lambda: len(engine.seen) == 6)
         assert len(engine.running) == 2
         terminate()
+        async with httpx.AsyncClient(base_url=client.base_url) as other:
+            while (await other.get("/health")).json() != {"status": "draining"}:
+                await asyncio.sleep(0.01)
+        async with httpx.AsyncClient(base_url=client.base_url) as other:  # a new connection
+            await asyncio.sleep(0.3)
+            assert (await other.get("/health")).status_code == 200
+            for refused in (await other.get("/ready"), await other.post("/v1/completions", json=LONG)):
+                assert refused.status_code == 503 and error_of(refused)["code"] == "draining"
+        assert len(engine.seen) == 6
+        engine.release.set()
         for answer in await asyncio.gather(*asks):
             assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 150
         for text in await asyncio.gather(*streams):
             assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text
-        with pytest.raises(httpx.TransportError):
-            async with httpx.AsyncClient(base_url=client.base_url) as other:
-                await other.get("/health")
+        with pytest.raises(httpx.TransportError):  # the listener closes when the last answer is out
+            for _ in range(200):
+                async with httpx.AsyncClient(base_url=client.base_url) as other:
+                    assert (await other.get("/health")).json() == {"status": "draining"}
+                    await asyncio.sleep(0.01)
         assert not engine.aborted
 
     async def main() -> None:
@@ -148,6 +162,17 @@ def test_a_second_sigterm_cuts_open_answers_off() -> None:
         assert answer.status_code == 500 and error_of(answer)["message"] == "the link is closed"
 
     assert run_serving(talk) == 1
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.05])
+def test_two_sigterms_to_an_idle_server_end_it_with_0(pause_s: float) -> None:
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        assert (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).status_code == 200
+        terminate()
+        await asyncio.sleep(pause_s)
+        terminate()
+
+    assert run_serving(talk) == 0
 
 
 def test_draining_that_takes_too_long_ends_with_1() -> None:
