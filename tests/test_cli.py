@@ -81,6 +81,8 @@ def test_every_command_has_help(here: Callable[..., Run], command: str) -> None:
         (["--model", "x", "--node-rank", "1"], ["--node-rank 1", "legal with --nnodes 1: 0"]),
         (["--model", "x", "--mem-fraction", "1.5"], ["--mem-fraction 1.5", "up to 1"]),
         (["--model", "x", "--op", "linear"], ["OP=PROVIDER"]),
+        (["--model", "x", "--op", "nothing=reference"], ["--op nothing", "no such op", "moe_experts"]),
+        (["--model", "x", "--op", "layers.0.linear=magic"], ["linear=magic", "linear has reference"]),
         (["--model", "x", "--config", "absent.toml"], ["absent.toml", "No such file"]),
     ],
 )
@@ -104,6 +106,7 @@ def test_a_word_where_a_number_belongs_is_refused_by_flag(here: Callable[..., Ru
         (["--max-model-len", "999999"], ["--max-model-len 999999", "1..16384"]),
         (["--device", "rocm"], ["--device rocm", "legal: auto, cpu"]),
         (["--op", "layers.8.linear=reference"], ["layers 0..7"]),
+        (["--max-total-tokens", "5"], ["--max-total-tokens 5", "legal: at least 16384"]),
     ],
 )
 def test_a_wish_that_this_model_cannot_meet_is_one_line_and_exit_code_2(
@@ -115,8 +118,6 @@ def test_a_wish_that_this_model_cannot_meet_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--op", "nothing=reference"], ["--op nothing", "no such op"]),
-        (["--max-total-tokens", "5"], ["--max-total-tokens 5", "legal: at least"]),
         (["--mem-fraction", "0.000001", "--tp", "2"], ["does not fit", "--mem-fraction"]),
     ],
 )

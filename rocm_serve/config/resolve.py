@@ -15,12 +15,13 @@ from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, one_of_eac
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform.facts import Platform
 from rocm_serve.platform.network import Network
+from rocm_serve.platform.table import PROVIDERS
 
 MAX_PAGE_SIZE = 256
 MAX_SEED = 2**63 - 1
 GPU_MEM_FRACTION = 0.9  # the rest is for communicators, device graphs and the driver
 CPU_MEM_FRACTION = 0.5
-_LAYER_OP = re.compile(r"layers\.(\d+)\.")
+_LAYER_OP = re.compile(r"layers\.(\d+)\.(\w+)")
 
 
 def check_wishes(config: ServeConfig) -> None:
@@ -45,6 +46,8 @@ def check_wishes(config: ServeConfig) -> None:
         raise UserError(f"--ep {config.ep} is refused until the expert-parallel path lands; legal: 1")
     if config.dist_init_addr is not None:
         split_address(config.dist_init_addr)
+    for name, provider in config.op.items():
+        _check_op(name, provider)
 
 
 def check_degrees(config: ServeConfig, facts: ModelFacts) -> None:
@@ -59,14 +62,24 @@ def check_degrees(config: ServeConfig, facts: ModelFacts) -> None:
 
 
 def check_ops(config: ServeConfig, facts: ModelFacts) -> None:
-    """Refuse an override of a layer that the model does not have; ops and providers are checked where they are bound.
+    """Refuse an override of a layer that the model does not have.
 
     Errors: UserError naming the legal layers.
     """
     for name in config.op:
-        match = _LAYER_OP.match(name)
+        match = _LAYER_OP.fullmatch(name)
         if match and int(match[1]) >= facts.num_layers:
             raise UserError(f"--op {name}: the model has layers 0..{facts.num_layers - 1}")
+
+
+def check_total_tokens(max_total_tokens: int | None, page_size: int, max_model_len: int) -> None:
+    """Refuse a cap on cached tokens that holds no request of full length. Errors: UserError with the least legal."""
+    least = -(-max_model_len // page_size) * page_size
+    if max_total_tokens is not None and max_total_tokens < least:
+        raise UserError(
+            f"--max-total-tokens {max_total_tokens} holds no request of --max-model-len {max_model_len};"
+            f" legal: at least {least}"
+        )
 
 
 def resolve(
@@ -109,13 +122,15 @@ def resolve(
             f"the tokenizer knows ids up to {vocab_used - 1}, the model has {facts.vocab_size} rows for them"
         )
     dtype = _dtype(config, facts, device, reasons)
+    max_model_len = _max_model_len(config, facts, reasons)
+    check_total_tokens(config.max_total_tokens, config.page_size, max_model_len)
     decided: dict[str, object] = {
         "served_model_name": _name(config, reasons),
         **_where(config, place, environ, free_port, find_network, reasons),
         "device": device,
         "dtype": dtype,
         "kv_cache_dtype": _kv_dtype(config, dtype, reasons),
-        "max_model_len": _max_model_len(config, facts, reasons),
+        "max_model_len": max_model_len,
         "mem_fraction": _mem_fraction(config, device, reasons),
         "vocab_size": facts.vocab_size,
         "vocab_used": vocab_used,
@@ -126,6 +141,15 @@ def resolve(
     }
     taken_over = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in decided}
     return msgspec.convert(taken_over | decided, Resolved)
+
+
+def _check_op(name: str, provider: str) -> None:
+    match = _LAYER_OP.fullmatch(name)
+    op = match[2] if match else name
+    if op not in PROVIDERS:
+        raise UserError(f"--op {name}: no such op; ops are {', '.join(PROVIDERS)}, each also as layers.N.OP")
+    if provider not in PROVIDERS[op]:
+        raise UserError(f"--op {name}={provider}: no such provider; {op} has {', '.join(PROVIDERS[op])}")
 
 
 def _within(config: ServeConfig, field: str, least: int, most: int | None) -> None:

@@ -11,6 +11,7 @@ from math import prod
 import msgspec
 
 from rocm_serve.cache.layout import CACHE_ITEMSIZE, StageLayout, stage_layout
+from rocm_serve.config.resolve import check_total_tokens
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
 from rocm_serve.messages import EffectiveLimits, WorkerLoaded
@@ -163,11 +164,7 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
     page_size, length = resolved.page_size, resolved.max_model_len
     least_pages = -(-length // page_size)
     mesh = Mesh(tp=resolved.tp, pp=resolved.pp, ep=resolved.ep)
-    if resolved.max_total_tokens is not None and resolved.max_total_tokens // page_size < least_pages:
-        raise UserError(
-            f"--max-total-tokens {resolved.max_total_tokens} holds no request of --max-model-len {length};"
-            f" legal: at least {least_pages * page_size}"
-        )
+    check_total_tokens(resolved.max_total_tokens, page_size, length)
     _check_one_request(budgets, least_pages, page_size, length)
     slots, slots_why = _least(
         [(resolved.max_running_requests, f"--max-running-requests {resolved.max_running_requests}")]

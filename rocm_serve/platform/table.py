@@ -14,6 +14,31 @@ PROVIDER_ORDER: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"*": MappingProxyType({"*": REFERENCE_ONLY})}
 )
 
+# Every op and its providers, for those who may not load torch; ops/bind.py has the functions.
+PROVIDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    dict.fromkeys(
+        (
+            "rms_norm",
+            "add_rms_norm",
+            "gated_rms_norm",
+            "linear",
+            "fp8_linear",
+            "silu_mul",
+            "sigmoid_mul",
+            "moe_route",
+            "moe_experts",
+            "qk_norm_rope",
+            "kv_write",
+            "attention_prefill",
+            "attention_decode",
+            "causal_conv",
+            "gdn_chunk",
+            "gdn_decode",
+        ),
+        REFERENCE_ONLY,
+    )
+)
+
 # How FP8 weights meet the rows: dequantised against bf16 rows, or against rows quantised per 128 columns.
 FP8_ACTIVATION: Mapping[str, str] = MappingProxyType({"cpu": "bf16", "*": "fp8_1x128"})
 

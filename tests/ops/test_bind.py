@@ -11,7 +11,7 @@ from rocm_serve.errors import UserError
 from rocm_serve.ops import bind
 from rocm_serve.ops.bind import OPS, BoundOps, bind_ops, op_names
 from rocm_serve.ops.contract import Op, Provider
-from rocm_serve.platform.table import PROVIDER_ORDER, provider_order
+from rocm_serve.platform.table import PROVIDER_ORDER, PROVIDERS, provider_order
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
@@ -104,3 +104,7 @@ def test_bound_ops_cannot_be_changed() -> None:
     ops: BoundOps = bind_ops({}, "cpu")
     with pytest.raises(AttributeError):
         ops.linear = shifted  # type: ignore[misc]
+
+
+def test_the_table_without_torch_names_every_op_and_provider() -> None:
+    assert {name: tuple(op.providers) for name, op in OPS.items()} == dict(PROVIDERS)
