@@ -1,13 +1,21 @@
 """Flags, environment and a TOML file -> ServeConfig. The only reader of the process's environment.
 
 Precedence: flag > environment variable ROCM_SERVE_<NAME> > file > default. Nobody's typing error is passed over: an
-unknown key or variable is refused by name.
+unknown key or variable is refused by name. One kind of variable is passed over: in a namespace with a Service called
+`rocm-serve`, Kubernetes gives every container the variables of a Docker link, some under our prefix:
+
+    ROCM_SERVE_SERVICE_HOST=10.0.0.1        ROCM_SERVE_PORT=tcp://10.0.0.1:8000
+    ROCM_SERVE_SERVICE_PORT=8000            ROCM_SERVE_PORT_8000_TCP=tcp://10.0.0.1:8000
+    ROCM_SERVE_SERVICE_PORT_HTTP=8000       ROCM_SERVE_PORT_8000_TCP_{PROTO,PORT,ADDR}=tcp, 8000, 10.0.0.1
+
+A Service called `rocm-serve-NAME` adds the same under ROCM_SERVE_NAME_. Name and value must both have that form.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 import types
 from collections.abc import Mapping
@@ -103,11 +111,31 @@ def choices(field: str) -> tuple[str, ...]:
 def _from_environment(environ: Mapping[str, str]) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, text in environ.items():
-        if not name.startswith(ENV_PREFIX):
+        if not name.startswith(ENV_PREFIX) or _of_a_link(name, text):
             continue
         field = name.removeprefix(ENV_PREFIX).lower()
         found[field] = parse_ops(text.split(",")) if field == "op" else text
     return found
+
+
+_ADDRESS = r"[0-9a-fA-F.:\[\]]+"
+_LINK_VARIABLES = tuple(
+    (re.compile(f"{ENV_PREFIX}([A-Z0-9_]+_)?{name}"), re.compile(value))
+    for name, value in (
+        (r"SERVICE_HOST", _ADDRESS),
+        (r"SERVICE_PORT(_[A-Z0-9_]+)?", r"\d+"),
+        (r"PORT", rf"(tcp|udp|sctp)://{_ADDRESS}:\d+"),
+        (r"PORT_\d+_(TCP|UDP|SCTP)", rf"(tcp|udp|sctp)://{_ADDRESS}:\d+"),
+        (r"PORT_\d+_(TCP|UDP|SCTP)_PROTO", r"tcp|udp|sctp"),
+        (r"PORT_\d+_(TCP|UDP|SCTP)_PORT", r"\d+"),
+        (r"PORT_\d+_(TCP|UDP|SCTP)_ADDR", _ADDRESS),
+    )
+)
+
+
+def _of_a_link(name: str, text: str) -> bool:
+    """Tell whether Kubernetes or Docker has set this variable for a service that bears our name."""
+    return any(form.fullmatch(name) and value.fullmatch(text) for form, value in _LINK_VARIABLES)
 
 
 def _typed(values: Mapping[str, object], source: str) -> dict[str, object]:

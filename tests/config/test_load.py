@@ -57,6 +57,44 @@ def test_an_unknown_variable_with_our_prefix_is_refused() -> None:
         load.load({"model": "m"}, None, {"ROCM_SERVE_MAX_LEN": "1"})
 
 
+KUBERNETES = {
+    "SERVICE_HOST": "10.0.171.239",
+    "SERVICE_PORT": "8000",
+    "SERVICE_PORT_HTTP": "8000",
+    "PORT": "tcp://10.0.171.239:8000",
+    "PORT_8000_TCP": "tcp://10.0.171.239:8000",
+    "PORT_8000_TCP_PROTO": "tcp",
+    "PORT_8000_TCP_PORT": "8000",
+    "PORT_8000_TCP_ADDR": "10.0.171.239",
+}
+
+
+@pytest.mark.parametrize("service", ["ROCM_SERVE_", "ROCM_SERVE_CANARY_"])
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_passed_over(service: str) -> None:
+    environ = {service + name: value for name, value in KUBERNETES.items()}
+    assert load.load({"model": "m"}, None, environ | {"ROCM_SERVE_TP": "2"}) == load.load(
+        {"model": "m", "tp": 2}, None, {}
+    )
+    v6 = {service + "SERVICE_HOST": "fd00::1", service + "PORT": "tcp://[fd00::1]:8000"}
+    assert load.load({"model": "m"}, None, v6) == load.load({"model": "m"}, None, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SERVICE_HOST", "my host"),
+        ("SERVICE_PORT", "eighty"),
+        ("PORT", "http://10.0.0.1:80"),
+        ("PORT", "tcp://10.0.0.1"),
+        ("PORT_80_TCP_PROTO", "8000"),
+        ("SERVICE_HOSTS", "10.0.0.1"),
+    ],
+)
+def test_what_only_resembles_it_is_refused(name: str, value: str) -> None:
+    with pytest.raises(UserError, match="environment: "):
+        load.load({"model": "m"}, None, {f"ROCM_SERVE_{name}": value})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
