@@ -9,7 +9,7 @@ import msgspec
 
 from rocm_serve.types import FinishReason, SamplingParams, TokenLogprob
 
-WIRE_VERSION = 3  # raised with every change of a struct below; both ends compare it before anything else
+WIRE_VERSION = 4  # raised with every change of a struct below; both ends compare it before anything else
 
 
 # --- server -> core -------------------------------------------------------------------------------------------------
@@ -24,9 +24,13 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Forget these requests. Unknown ids are fine: they may just have ended. No Output follows."""
+    """Forget these requests. Unknown ids are fine: they may just have ended. No Output follows.
+
+    `finished`: their answers are complete, a stop string ended them; they count as finished, not as aborted.
+    """
 
     request_ids: tuple[str, ...]
+    finished: bool = False
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):

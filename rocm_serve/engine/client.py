@@ -43,6 +43,7 @@ class EngineClient:
         self._limits: EffectiveLimits | None = None
         self._link = ClientLink(run_dir)
         self._open: dict[str, asyncio.Queue[Output]] = {}
+        self._complete: set[str] = set()  # open still, and the core has been told to stop
         self._reader: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -91,9 +92,16 @@ class EngineClient:
                 over = output.finish_reason is not None
                 yield output
         finally:
-            if not over:
+            if not over and request_id not in self._complete:
                 self.abort((request_id,))
+            self._complete.discard(request_id)
             del self._open[request_id]
+
+    def complete(self, request_id: str) -> None:
+        """Stop the engine's work on an open request whose answer is complete: the text met a stop string."""
+        if request_id in self._open and self.state in ("ready", "draining"):
+            self._complete.add(request_id)
+            self._link.send(AbortRequests((request_id,), finished=True))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests. One that somebody still iterates over ends with reason ABORT; unknown ids are fine."""

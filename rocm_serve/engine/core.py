@@ -112,7 +112,7 @@ class EngineCore:
             if isinstance(message, AddRequest):
                 self._add(scheduler, message)
             elif isinstance(message, AbortRequests):
-                scheduler.abort(message.request_ids)
+                scheduler.abort(message.request_ids, finished=message.finished)
             else:
                 assert isinstance(message, Drain), message
                 self._draining = True

@@ -117,13 +117,16 @@ class Scheduler:
         self._by_id[state.request_id] = self._by_rid[state.rid] = state
         self.waiting.append(state)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget these requests at once; what is in flight for them is dropped when it comes back."""
+    def abort(self, request_ids: Iterable[str], *, finished: bool = False) -> None:
+        """Forget these requests at once; what is in flight for them is dropped when it comes back.
+
+        `finished` says how to count them: the answer was complete, or it was cut off.
+        """
         for request_id in request_ids:
             request = self._by_id.get(request_id)
             if request is not None:
                 self._forget(request)
-                self._counts["aborted"] += 1
+                self._counts["finished" if finished else "aborted"] += 1
 
     # A plan is made: schedule -> _plan_running, _admit -> _emit
 

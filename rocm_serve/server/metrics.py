@@ -33,7 +33,7 @@ _COUNTERS = {
     "prompt_tokens": "Prompt rows computed, recomputed ones counted again",
     "generation_tokens": "Tokens made",
     "aborted_requests": "Requests ended by the client or the server before their end",
-    "finished_requests": "Requests that the engine ended by itself",
+    "finished_requests": "Answers that came to their end, a stop string too",
 }
 _COUNTER_FIELDS = {"aborted_requests": "aborted", "finished_requests": "finished"}
 

@@ -129,6 +129,8 @@ async def serve(
             if died:
                 _log.error("the engine is dead: %s", client.error or "no reason given")
                 await _first_of(stop.asked.wait(), asyncio.sleep(_DEAD_GRACE_S))
+            elif client.state == "ready":
+                _log.info("draining %d answers", context.gate.num_open)
             context.gate.draining = True
 
             async def end() -> None:
@@ -165,9 +167,8 @@ async def _until_end(
             return False
         try:
             limits = start.result()
-        except RuntimeError as error:
-            _log.error("the engine did not start: %s", error)
-            return True
+        except RuntimeError:
+            return True  # `client.error` is its sentence
         ready(limits)
         while client.state != "dead" and not asked.done():
             await asyncio.wait({asked}, timeout=_POLL_S)

@@ -71,6 +71,8 @@ class Runner:
                     if output.tokens:
                         timer.tokens(len(output.tokens))
                     part = answer.feed(output)
+                    if answer.finish_reason is not None and output.finish_reason is None:
+                        self._client.complete(output.request_id)
                     if part is not None:
                         yield part
                     if answer.finish_reason is not None:

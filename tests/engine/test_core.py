@@ -149,6 +149,22 @@ def test_an_iterator_that_has_ended_aborts_nothing(run_dir: str) -> None:
     run(story)
 
 
+def test_a_complete_answer_counts_as_finished_and_stops_its_work(run_dir: str) -> None:
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(LIMITS, step_s=0.005)) as (client, _):
+            await client.start()
+            async with aclosing(client.generate(make_request("a", 5, max_tokens=200))) as outputs:
+                await anext(outputs)
+                client.complete("a")
+            client.complete("unknown")
+            await until(lambda: client.stats.finished == 1)
+            assert client.stats.running == client.stats.pages_used == client.stats.aborted == client.num_open == 0
+            assert await collect(client, make_request("a", 5, max_tokens=3))
+            assert (client.stats.finished, client.stats.aborted) == (2, 0)
+
+    run(story)
+
+
 def test_abort_by_id_ends_the_iterator_of_somebody_else(run_dir: str) -> None:
     async def story() -> None:
         async with engine(run_dir, lambda: FakeExecutor(LIMITS, step_s=0.005)) as (client, _):

@@ -75,7 +75,11 @@ FAULTS = {
         ("if self._draining:\n            error", "if False:\n            error", "drain takes new ones"),
     ],
     "client.py": [
-        ("            if not over:\n", "            if False:\n", "closing does not abort"),
+        (
+            "            if not over and request_id not in self._complete:\n",
+            "            if False:\n",
+            "closing does not abort",
+        ),
         ("            del self._open[request_id]\n", "            pass\n", "requests stay open"),
         (
             '        if self.state != "dead":\n            self._die(reason)',

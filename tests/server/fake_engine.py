@@ -39,6 +39,7 @@ class FakeEngine:
         self.limits = EffectiveLimits(max_model_len, 64, 512, 16, 100, 64)
         self.seen: list[AddRequest] = []
         self.aborted: list[str] = []
+        self.completed: list[str] = []
         self.running: set[str] = set()
         self.calls: list[str] = []
         self.release = asyncio.Event()
@@ -68,6 +69,10 @@ class FakeEngine:
         self._closed = True
         self.release.set()
 
+    def complete(self, request_id: str) -> None:
+        assert request_id in self.running
+        self.completed.append(request_id)
+
     def logits(self, sequence: Sequence[int]) -> Logits:
         seed = zlib.crc32(np.asarray(sequence, np.int64).tobytes())
         return np.random.default_rng(seed).normal(0, 3, self._vocab).astype(np.float32)
@@ -92,7 +97,7 @@ class FakeEngine:
                     yield output
         finally:
             self.running.discard(request.request_id)
-            if not over:
+            if not over and request.request_id not in self.completed:
                 self.aborted.append(request.request_id)
 
     async def _outputs(self, request: AddRequest) -> AsyncGenerator[Output, None]:

@@ -258,3 +258,15 @@ def test_run_makes_its_own_loop_and_returns_the_exit_code() -> None:
 
     assert run(make, TOKENIZER, make_info(), bind("127.0.0.1", 0), on_ready=on_ready) == 0
     assert engines[0].calls == ["start", "drain", "close"]
+
+
+def test_the_start_of_draining_says_how_many_answers_are_open(caplog: pytest.LogCaptureFixture) -> None:
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        ask = asyncio.create_task(client.post("/v1/completions", json={**LONG, "n": 2}))
+        await until(lambda: len(engine.running) == 2)
+        terminate()
+        assert (await ask).status_code == 200
+
+    caplog.set_level("INFO", logger="rocm_serve.server")
+    assert run_serving(talk, step_s=0.01) == 0
+    assert caplog.messages == ["draining 2 answers"]
