@@ -125,7 +125,7 @@ def prepare(config: ServeConfig, run_dir: Path) -> tuple[Resolved, Tokenizer]:
         with CheckpointReader(resolved.model) as reader:
             mesh = Mesh(resolved.tp, resolved.pp)
             validate(reader, facts, mesh, mtp=False, stages=mesh.stages_of(resolved.node_rank, resolved.nnodes))
-    for line in start_up_lines(resolved, platform):
+    for line in start_up_lines(resolved, platform, everything=config.log_level == "debug"):
         log.info("%s", line)
     return resolved, tokenizer
 

@@ -5,26 +5,40 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from rocm_serve.config.schema import Resolved
+import msgspec
+
+from rocm_serve.config.schema import Resolved, ServeConfig
 from rocm_serve.messages import EffectiveLimits
 from rocm_serve.platform.facts import Platform
 
 _NOT_SHOWN = {"reasons", "run_dir", "op"}
+_DEFAULTS: dict[str, object] = {
+    field.name: field.default
+    for kind in (Resolved, ServeConfig)
+    for field in msgspec.structs.fields(kind)
+    if field.default is not msgspec.NODEFAULT
+}
 _CURL_PROMPT = "The quick brown fox"
 _CURL_TOKENS = 16
 
 
-def start_up_lines(resolved: Resolved, platform: Platform) -> Iterator[str]:
-    """List the machine's facts and every resolved value, with the reason where it was decided for the user."""
+def start_up_lines(resolved: Resolved, platform: Platform, *, everything: bool = False) -> Iterator[str]:
+    """List the machine's facts and every value that was decided for the user, with its reason, or is no default.
+
+    `everything`: the defaults too.
+    """
     yield f"machine: {platform.describe()}"
     for field in resolved.__struct_fields__:
         if field in _NOT_SHOWN:
             continue
-        reason = resolved.reasons.get(field)
-        yield f"{field} = {_shown(getattr(resolved, field))}" + (f"  ({reason})" if reason else "")
+        value, reason = getattr(resolved, field), resolved.reasons.get(field)
+        empty = value is None or value == ""
+        if everything or (not empty and (reason or value != _DEFAULTS.get(field, value))):
+            yield f"{field} = {_shown(value)}" + (f"  ({reason})" if reason else "")
     for op, provider in resolved.op.items():
         yield f"op {op} = {provider}  (--op)"
-    yield f"logs of workers and core: {resolved.run_dir}"
+    if everything or resolved.tp * resolved.pp > 1:
+        yield f"logs of workers and core: {resolved.run_dir}"
 
 
 def limit_lines(limits: EffectiveLimits) -> Iterator[str]:

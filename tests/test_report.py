@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
+import msgspec
 import pytest
 
 from rocm_serve.config.schema import Resolved
@@ -59,15 +60,30 @@ def resolved(name: str = "m") -> Resolved:
     )
 
 
-def test_every_resolved_value_is_said_once_and_decided_ones_with_their_reason() -> None:
-    platform = Platform(device="cpu", arch="x86_64", cores=2, free_ram_bytes=10**9)
-    lines = list(start_up_lines(resolved(), platform))
+PLATFORM = Platform(device="cpu", arch="x86_64", cores=2, free_ram_bytes=10**9)
+
+
+def test_the_start_says_what_was_decided_or_is_no_default_and_nothing_else() -> None:
+    lines = list(start_up_lines(resolved(), PLATFORM))
+    assert PLATFORM.describe() in lines[0]
+    assert "dtype = float32  (because)" in lines
+    assert "tp = 2" in lines and "max_running_requests = 8" in lines
+    assert any("layers.3.linear = reference" in line for line in lines)
+    for field in ("page_size", "seed", "host", "ep", "enforce_eager", "max_total_tokens", "interface", "vocab_size"):
+        assert not any(line.startswith(f"{field} = ") for line in lines), field
+    assert lines[-1] == "logs of workers and core: run"
+
+
+def test_one_process_has_no_logs_of_workers_to_name() -> None:
+    lines = list(start_up_lines(msgspec.structs.replace(resolved(), tp=1, pp=1), PLATFORM))
+    assert not any("logs of workers" in line for line in lines)
+
+
+def test_every_resolved_value_can_be_had_once() -> None:
+    lines = list(start_up_lines(resolved(), PLATFORM, everything=True))
     for field in set(Resolved.__struct_fields__) - {"reasons", "op", "run_dir"}:
         assert sum(line.startswith(f"{field} = ") for line in lines) == 1, field
-    assert "dtype = float32  (because)" in lines
     assert "max_total_tokens = none" in lines
-    assert any("layers.3.linear = reference" in line for line in lines)
-    assert platform.describe() in lines[0]
 
 
 def test_every_effective_limit_is_said_with_its_reason() -> None:

@@ -20,7 +20,7 @@ from rocm_serve.executor.sampler import Sampler
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, parse_config, stage_params
 from rocm_serve.models.registry import build_model
 from rocm_serve.ops.batch import StageCache
-from rocm_serve.ops.bind import bind_ops
+from rocm_serve.ops.bind import bind_ops, binding_lines
 from rocm_serve.parallel.comm import Comm
 from rocm_serve.parallel.layout import Param
 from rocm_serve.parallel.mesh import Coord
@@ -114,9 +114,8 @@ def load_stage_model(
     caches = memory.bytes_for_caches(coord.rank, allowed, weights, step)
     ops = bind_ops(resolved.op, "cpu" if device.type == "cpu" else gpus_seen_by_torch().arch)
     if coord.rank == 0:
-        for line in ops.report:
-            refused = "".join(f"; {name} {why}" for name, why in line.refused)
-            log.info("op %s: %s%s", line.op, line.provider, refused)
+        for line in binding_lines(ops.report):
+            log.info("%s", line)
     model = build_model(facts, coord, params, comm, ops, device=device, dtype=dtype, mtp=False)
     _fill(reader, facts, coord, params, dict(model.named_parameters()), resolved.seed, moved)
     model.prepare()

@@ -11,6 +11,7 @@ from math import prod
 import msgspec
 
 from rocm_serve.cache.layout import CACHE_ITEMSIZE, StageLayout, stage_layout
+from rocm_serve.config.load import FIELDS, flag_name
 from rocm_serve.config.resolve import check_total_tokens
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
@@ -175,7 +176,7 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
     if resolved.max_total_tokens is not None:
         wishes.append((resolved.max_total_tokens // page_size, f"--max-total-tokens {resolved.max_total_tokens}"))
     pages, pages_why = _least(wishes + list(_pages_afforded(budgets, mesh, slots)))
-    running_why = resolved.reasons.get("max_running_requests", "--max-running-requests")
+    running_why = _why(resolved, "max_running_requests")
     if slots < resolved.max_running_requests:
         running_why = f"lowered from {resolved.max_running_requests}: {slots_why}"
     return EffectiveLimits(
@@ -186,10 +187,10 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
         num_pages=pages,
         num_slots=slots,
         reasons={
-            "max_model_len": resolved.reasons.get("max_model_len", "--max-model-len"),
+            "max_model_len": _why(resolved, "max_model_len"),
             "max_running_requests": running_why,
-            "chunked_prefill_size": resolved.reasons.get("chunked_prefill_size", "--chunked-prefill-size"),
-            "page_size": resolved.reasons.get("page_size", "--page-size"),
+            "chunked_prefill_size": _why(resolved, "chunked_prefill_size"),
+            "page_size": _why(resolved, "page_size"),
             "num_pages": f"{pages * page_size} tokens of KV: {pages_why}",
             "num_slots": slots_why,
         },
@@ -237,3 +238,9 @@ def _pages_afforded(budgets: Sequence[WorkerLoaded], mesh: Mesh, slots: int) -> 
         if budget.page_bytes:
             left = budget.cache_bytes - (slots + 1) * budget.slot_bytes
             yield left // budget.page_bytes, _blame(budget, mesh, "a page", budget.page_bytes)
+
+
+def _why(resolved: Resolved, field: str) -> str:
+    """Name what set a value: a decision's reason, the default, or the flag."""
+    default = getattr(resolved, field) == FIELDS[field].default
+    return resolved.reasons.get(field) or ("default" if default else flag_name(field))

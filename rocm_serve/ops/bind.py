@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -59,6 +59,16 @@ class Binding:
     op: str  # "linear", or "layers.3.linear" for an override of one layer
     provider: str
     refused: tuple[tuple[str, str], ...]  # (provider, why), in the order they were tried
+
+
+def binding_lines(report: Sequence[Binding]) -> Iterator[str]:
+    """Say who provides what: in one line where all is the same and nothing was refused, else one line each."""
+    providers = {line.provider for line in report}
+    if len(providers) == 1 and not any(line.refused for line in report):
+        yield f"ops: all {len(report)} by {providers.pop()}"
+        return
+    for line in report:
+        yield f"op {line.op}: {line.provider}" + "".join(f"; {name} {why}" for name, why in line.refused)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,9 @@ def test_the_rank_that_limits_is_named_with_its_stage() -> None:
 def test_every_limit_has_its_reason() -> None:
     limits = effective_limits(resolved(), [loaded(0, 10**9, 1000, 1000)])
     assert set(limits.reasons) == set(EffectiveLimits.__struct_fields__) - {"reasons"}
+    chosen = effective_limits(resolved(page_size=32), [loaded(0, 10**9, 1000, 1000)])
+    default = effective_limits(resolved(page_size=16), [loaded(0, 10**9, 1000, 1000)])
+    assert (chosen.reasons["page_size"], default.reasons["page_size"]) == ("--page-size", "default")
 
 
 def test_a_cap_on_total_tokens_is_obeyed_and_named() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from rocm_serve.errors import UserError
 from rocm_serve.ops import bind
-from rocm_serve.ops.bind import OPS, BoundOps, bind_ops, op_names
+from rocm_serve.ops.bind import OPS, BoundOps, bind_ops, binding_lines, op_names
 from rocm_serve.ops.contract import Op, Provider
 from rocm_serve.platform.table import PROVIDER_ORDER, PROVIDERS, provider_order
 
@@ -108,3 +108,16 @@ def test_bound_ops_cannot_be_changed() -> None:
 
 def test_the_table_without_torch_names_every_op_and_provider() -> None:
     assert {name: tuple(op.providers) for name, op in OPS.items()} == dict(PROVIDERS)
+
+
+def test_one_line_says_that_all_ops_have_one_provider() -> None:
+    report = bind_ops({"layers.3.linear": "reference"}, "cpu").report
+    assert list(binding_lines(report)) == [f"ops: all {len(OPS) + 1} by reference"]
+
+
+def test_where_providers_differ_or_were_refused_each_op_has_its_line(two_more: Op) -> None:
+    lines = list(binding_lines(bind_ops({}, "gfx942").report))
+    assert len(lines) == len(OPS)
+    assert "op silu_mul: elsewhere" in lines and "op linear: reference" in lines
+    refused = "op silu_mul: reference; elsewhere runs on gfx942, gfx950, not on cpu; wide wants head_dim 128"
+    assert refused in list(binding_lines(bind_ops({}, "cpu").report))
