@@ -20,9 +20,9 @@ pytestmark = pytest.mark.multirank
 
 REQUESTS = 64
 ABORTED = 8
-# 80 pages of 16 tokens: requests start in one page each and grow to four, past what is there.
+# 200 pages of 4 tokens: forty requests start in four pages each at most and grow to ten, past what is there.
 FLAGS = ("--tp", 2, "--pp", 2, "--dtype", "float32", "--chunked-prefill-size", 64, "--max-model-len", 256)
-LIMITS = ("--max-running-requests", 40, "--max-total-tokens", 80 * 16)
+LIMITS = ("--max-running-requests", 40, "--page-size", 4, "--max-total-tokens", 200 * 4)
 
 Body = dict[str, Any]
 
@@ -34,7 +34,7 @@ def mixed_bodies(rng: random.Random, vocab: int) -> list[Body]:
         length = rng.randint(70, 100) if i % 16 == 15 else rng.randint(1, 14)
         body: Body = {
             "prompt": [rng.randrange(vocab) for _ in range(length)],
-            "max_tokens": rng.randint(40, 56) if i % 4 else rng.randint(4, 12),
+            "max_tokens": rng.randint(24, 32) if i % 8 in (1, 2, 3, 5, 7) else rng.randint(3, 6),
             "temperature": 0 if i % 3 == 0 else 1.0,
             "seed": i,
             "ignore_eos": i % 5 != 0,
@@ -65,14 +65,15 @@ async def cut_off(client: httpx.AsyncClient, body: Body) -> None:
             await anext(response.aiter_lines())
 
 
-async def streamed(client: httpx.AsyncClient, body: Body) -> str:
-    text = ""
+async def streamed(client: httpx.AsyncClient, body: Body) -> list[str]:
+    """Return the text of each choice, put together from its chunks."""
+    texts = [""] * body.get("n", 1)
     async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                chunk = json.loads(line.removeprefix("data: "))
-                text += "".join(choice["text"] for choice in chunk["choices"])
-    return text
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    texts[choice["index"]] += choice["text"]
+    return texts
 
 
 def until(server: Server, holds: Callable[[dict[str, float]], bool], seconds: float = 10.0) -> dict[str, float]:
@@ -84,9 +85,10 @@ def until(server: Server, holds: Callable[[dict[str, float]], bool], seconds: fl
 
 
 @pytest.mark.timeout(600)
-def test_64_mixed_requests_have_the_bits_of_their_alone_runs(server_of: Callable[..., Server]) -> None:
+def test_64_mixed_requests_have_the_bits_of_their_alone_runs(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     rng = random.Random(20)
-    with server_of("text-fp8", *FLAGS, *LIMITS) as server:
+    flags = [str(word) for word in (*FLAGS, *LIMITS)]
+    with Server(checkpoints["text-fp8"], tmp_path, flags) as server:
         bodies = mixed_bodies(rng, vocab=2000)
         given_up = {i for i in range(REQUESTS) if i % (REQUESTS // ABORTED) == 6}
         streams = {i for i in range(REQUESTS) if i % 8 == 4 and not bodies[i]["echo"]}
@@ -115,7 +117,7 @@ def test_64_mixed_requests_have_the_bits_of_their_alone_runs(server_of: Callable
 
         for i, (ours, expected) in enumerate(zip(crowd, asyncio.run(alone()), strict=True)):
             if i in streams:
-                assert ours == "".join(choice["text"] for choice in expected), f"request {i}, streamed"
+                assert ours == [choice["text"] for choice in expected], f"request {i}, streamed"
             elif i not in given_up:
                 assert ours == expected, f"request {i}"
 
@@ -132,10 +134,11 @@ def busy_in_both(stages: list[list[StageTrace]], seqs: range) -> int:
 
 
 @pytest.mark.timeout(600)
-def test_32_decoding_requests_keep_both_stages_busy(server_of: Callable[..., Server], tmp_path: Path) -> None:
+def test_32_decoding_requests_keep_both_stages_busy(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """A trace of every step: plans of 16 +- 1, and the stages work on two of them at the same time."""
-    new_tokens = 40
-    with server_of("text-fp8", "--pp", 2, "--dtype", "float32", "--max-model-len", 256, "--trace", tmp_path) as server:
+    new_tokens = 24
+    flags = ("--pp", "2", "--dtype", "float32", "--max-model-len", "256", "--trace", str(tmp_path))
+    with Server(checkpoints["text-fp8"], tmp_path, flags) as server:
         prompts = [[i, i + 1, i + 2] for i in range(32)]
         answer = server.complete(prompt=prompts, max_tokens=new_tokens, temperature=0, ignore_eos=True)
         assert len(answer["choices"]) == 32
