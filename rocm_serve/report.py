@@ -17,7 +17,7 @@ _DEFAULTS: dict[str, object] = {
     for kind in (Resolved, ServeConfig)
     for field in msgspec.structs.fields(kind)
     if field.default is not msgspec.NODEFAULT
-}
+} | {"node_rank": 0}
 _CURL_PROMPT = "The quick brown fox"
 _CURL_TOKENS = 16
 

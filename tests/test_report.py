@@ -69,7 +69,7 @@ def test_the_start_says_what_was_decided_or_is_no_default_and_nothing_else() -> 
     assert "dtype = float32  (because)" in lines
     assert "tp = 2" in lines and "max_running_requests = 8" in lines
     assert any("layers.3.linear = reference" in line for line in lines)
-    for field in ("page_size", "seed", "host", "ep", "enforce_eager", "max_total_tokens", "interface", "vocab_size"):
+    for field in ("page_size", "seed", "host", "ep", "enforce_eager", "max_total_tokens", "interface", "node_rank"):
         assert not any(line.startswith(f"{field} = ") for line in lines), field
     assert lines[-1] == "logs of workers and core: run"
 

@@ -167,8 +167,10 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
     mesh = Mesh(tp=resolved.tp, pp=resolved.pp, ep=resolved.ep)
     check_total_tokens(resolved.max_total_tokens, page_size, length)
     _check_one_request(budgets, least_pages, page_size, length)
+    running_why = _why(resolved, "max_running_requests")
+    wish = f"--max-running-requests {resolved.max_running_requests}"
     slots, slots_why = _least(
-        [(resolved.max_running_requests, f"--max-running-requests {resolved.max_running_requests}")]
+        [(resolved.max_running_requests, f"{'the default ' if running_why == 'default' else ''}{wish}")]
         + [(_slots_afforded(b, least_pages), _blame(b, mesh, "a slot", b.slot_bytes)) for b in budgets]
     )
     useful = slots * least_pages
@@ -176,7 +178,6 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
     if resolved.max_total_tokens is not None:
         wishes.append((resolved.max_total_tokens // page_size, f"--max-total-tokens {resolved.max_total_tokens}"))
     pages, pages_why = _least(wishes + list(_pages_afforded(budgets, mesh, slots)))
-    running_why = _why(resolved, "max_running_requests")
     if slots < resolved.max_running_requests:
         running_why = f"lowered from {resolved.max_running_requests}: {slots_why}"
     return EffectiveLimits(
