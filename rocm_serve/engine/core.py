@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_S: Final = 0.2  # asleep on the inbox; then a look at the workers
 FULL_WAIT_S: Final = 0.2  # asleep on the result: nothing that arrives could be planned before it
-ROOM_WAIT_S: Final = 0.001  # asleep on the result while a new request could be planned at once
+ROOM_WAIT_S: Final = 0.002  # asleep on the result while a new request could be planned at once
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1

@@ -11,6 +11,7 @@ two ports after that of --dist-init-addr.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 import msgspec
@@ -94,7 +95,7 @@ class CoreLink:
 
         Reports are read before leaves: what a worker said last is known before it is known to be gone.
         """
-        ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
+        ready = dict(self._poller.poll(max(0, ceil(timeout_s * 1000))))  # rounding down would spin below 1 ms
         if self._news in ready:
             return _FROM_WORKER.decode(self._news.recv())
         while self._plans in ready and self._plans.poll(0):
