@@ -43,6 +43,7 @@ def build_router(context: Context) -> APIRouter:
             raise ApiError(404, message, param="model", code="model_not_found")
         return json_response(model_card())
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> Response:
         """200 while the engine lives, also before it is ready and while it drains; 503 once it is dead."""
@@ -50,6 +51,7 @@ def build_router(context: Context) -> APIRouter:
             gate.check_ready()
         return json_response({"status": gate.state})
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> Response:
         """200 only when requests are taken."""

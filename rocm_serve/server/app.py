@@ -18,7 +18,7 @@ def create_app(client: EngineClientProtocol, tokenizer: Tokenizer, info: ServerI
     Errors: UserError if the model's chat template does not compile. `app.state.context` is for `server.run`.
     """
     context = Context.build(client, tokenizer, info)
-    app = FastAPI(title="rocm_serve", version=VERSION, redoc_url=None)
+    app = FastAPI(title="rocm_serve", version=VERSION, redoc_url=None, redirect_slashes=False)
     app.state.context = context
     install_error_handlers(app)
     for module in (completions, chat, token_routes, admin):

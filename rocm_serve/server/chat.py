@@ -39,14 +39,12 @@ def build_router(context: Context) -> APIRouter:
 async def _answer(request: Request, body: ChatRequest, context: Context) -> Response:
     context.checker().check_model(body.model)
     frame = Frame.build("chatcmpl", body, context)
-    extra = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        extra["reasoning_effort"] = body.reasoning_effort
     prompt = render_messages(
         context,
         body.messages,
         add_generation_prompt=True if body.add_generation_prompt is None else body.add_generation_prompt,
-        extra=extra,
+        extra=body.chat_template_kwargs or {},
+        reasoning_effort=body.reasoning_effort,
     )
 
     def make(checker: Checker, name: str, rng: random.Random) -> list[Choice]:

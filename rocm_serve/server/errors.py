@@ -10,7 +10,15 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+_MAX_CHARS = 350  # of what an error says of the request; our own sentences are shorter
 _CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def _cut(text: str) -> str:
+    """Keep both ends of a text that quotes a long input."""
+    if len(text) <= _MAX_CHARS:
+        return text
+    return f"{text[:200]} [... {len(text) - 300} characters ...] {text[-100:]}"
 
 
 class ApiError(Exception):
@@ -27,8 +35,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = message if status >= 500 else _cut(message)
+        self.param = None if param is None else _cut(param)
         self.code = code
         self.headers = dict(headers or {})
 

@@ -59,6 +59,8 @@ def test_a_ready_engine_is_healthy_and_ready() -> None:
     async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
         assert (await client.get("/health")).json() == {"status": "ready"}
         assert (await client.get("/ready")).status_code == 200
+        for path in ("/health", "/ready"):
+            assert (await client.head(path)).status_code == 200
         assert (await client.get("/version")).json()["version"]
 
     with_client(talk)

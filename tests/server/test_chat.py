@@ -142,6 +142,13 @@ def test_past_tool_calls_reach_the_template_as_objects() -> None:
         ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format.type"),
         ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": HELLO, "n": 5000}, "n"),
+        ({"messages": HELLO, "reasoning_effort": "extreme"}, "reasoning_effort"),
+        ({"messages": HELLO, "reasoning_effort": 5}, "reasoning_effort"),
+        ({"messages": HELLO, "chat_template_kwargs": {"reasoning_effort": "extreme"}}, "chat_template_kwargs"),
+        (
+            {"messages": HELLO, "reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "reasoning_effort",
+        ),
     ],
 )
 def test_bad_bodies_name_the_field_in_both_modes(body: Json, param: str) -> None:
@@ -150,6 +157,43 @@ def test_bad_bodies_name_the_field_in_both_modes(body: Json, param: str) -> None
             response = await client.post("/v1/chat/completions", content=json.dumps({**body, **mode}))
             assert response.status_code == 400 and error_of(response)["param"] == param
         assert not engine.seen
+
+    with_client(talk)
+
+
+@pytest.mark.parametrize(
+    ("role", "key", "value"),
+    [
+        ("user", "contents", "x"),
+        ("user", "cache_control", None),
+        ("user", "refusal", "no"),
+        ("user", "name", 5),
+        ("user", "reasoning_content", "x"),
+        ("user", "tool_call_id", "x"),
+        ("user", "tool_calls", [CALL]),
+        ("assistant", "reasoning_content", ["x"]),
+        ("tool", "tool_call_id", 5),
+    ],
+)
+def test_a_key_of_a_message_that_has_no_effect_or_the_wrong_type_is_refused_by_name(
+    role: str, key: str, value: object
+) -> None:
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        messages = [*HELLO, {"role": role, "content": "x", key: value}]
+        response = await client.post("/v1/chat/completions", json={"messages": messages})
+        error = error_of(response)
+        assert response.status_code == 400 and error["param"] == "messages"
+        assert f"messages[{len(HELLO)}]" in error["message"] and key in error["message"]
+
+    with_client(talk)
+
+
+def test_an_answer_of_openais_shape_can_be_sent_back() -> None:
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        names = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content", "name")
+        answer = {"role": "assistant", "content": "x", **dict.fromkeys(names)}
+        await chat(client, messages=[*HELLO, answer, {"role": "user", "name": "u", "content": "x"}], max_tokens=1)
+        await chat(client, messages=HELLO, max_tokens=1, reasoning_effort="low")
 
     with_client(talk)
 

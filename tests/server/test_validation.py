@@ -300,6 +300,36 @@ def test_unknown_paths_and_methods_have_the_nested_shape() -> None:
     with_client(talk)
 
 
+def test_a_path_with_a_slash_too_many_is_a_404() -> None:
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        for path in ("/v1/completions/", "/v1/chat/completions/", "/tokenize/"):
+            response = await client.post(path, json={"prompt": "a"})
+            assert response.status_code == 404 and error_of(response)["code"] == "not_found"
+
+    with_client(talk)
+
+
+def test_an_error_quotes_no_long_input() -> None:
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        long = "x" * 100_000
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        for path, body in (
+            ("/v1/completions", {"model": long, "prompt": "a"}),
+            ("/v1/completions", {long: 1, "prompt": "a"}),
+            ("/v1/chat/completions", {**chat, "reasoning_effort": long}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", long: 1}]}),
+            (f"/{long[:5000]}", {}),
+        ):
+            response = await client.post(path, json=body)
+            error = error_of(response)
+            assert response.status_code in (400, 404) and len(response.content) < 1000
+            assert "xxx" in error["message"]
+        response = await client.post("/v1/completions", json={"model": long, "prompt": "a"})
+        assert error_of(response)["message"].endswith("this server has 'tiny'")
+
+    with_client(talk)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None), max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),

@@ -21,6 +21,8 @@ PLAIN = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 TWIN = "你"  # an added token that reads like the ordinary one
 LETTERS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEMPLATE = (
+    "{% if reasoning_effort is defined and reasoning_effort not in ['low', 'high'] %}"
+    "{{ raise_exception('reasoning_effort must be low or high, not ' ~ reasoning_effort) }}{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
