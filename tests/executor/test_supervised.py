@@ -20,6 +20,7 @@ from rocm_serve.executor import memory
 from rocm_serve.messages import AddRequest, EffectiveLimits, Output
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, parse_config, stage_params
 from rocm_serve.parallel.mesh import Mesh
+from rocm_serve.platform.probe import free_port
 from rocm_serve.supervisor import Supervisor
 from rocm_serve.types import FinishReason, SamplingParams
 from tests.executor.wishes import resolved
@@ -62,23 +63,34 @@ def resident_bytes_of_code() -> int:
     return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) * 1024
 
 
-def planned_bytes(wish: Resolved, limits: EffectiveLimits) -> int:
-    facts, coord = parse_config(*read_config(wish.model)), Mesh(1, 1).coord(0)
+def planned_bytes(wish: Resolved, limits: EffectiveLimits, rank: int) -> int:
+    facts, coord = parse_config(*read_config(wish.model)), Mesh(wish.tp, wish.pp).coord(rank)
     params = stage_params(facts, coord, formats=ConfigFormats(facts), mtp=False)
     caches = limits.num_pages * memory.page_bytes(facts, coord, wish)
     caches += (limits.num_slots + 1) * memory.slot_bytes(facts, coord, wish)
     return memory.weight_bytes(params, coord, wish) + memory.step_bytes(params, facts, coord, wish) + caches
 
 
-def test_memory_is_as_planned_and_draining_ends_everything_with_code_0(checkpoint: Path, tmp_path: Path) -> None:
-    wish = resolved(model=str(checkpoint), run_dir=str(tmp_path), max_running_requests=4)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+def test_memory_is_as_planned_and_draining_ends_everything_with_code_0(
+    tp: int, pp: int, checkpoint: Path, tmp_path: Path
+) -> None:
+    wish = resolved(
+        model=str(checkpoint),
+        run_dir=str(tmp_path),
+        max_running_requests=4,
+        tp=tp,
+        pp=pp,
+        dist_init_addr=f"127.0.0.1:{free_port()}",
+    )
+    ranks = range(tp * pp)
 
-    async def use(supervisor: Supervisor) -> tuple[EffectiveLimits, int]:
+    async def use(supervisor: Supervisor) -> tuple[EffectiveLimits, list[int]]:
         client = EngineClient(wish.run_dir)
         limits = await asyncio.wait_for(client.start(), 120)
         answers = await asyncio.gather(*(complete(client, f"r{i}", 100, 3) for i in range(4)))
         assert all(news[-1].finish_reason is FinishReason.LENGTH for news in answers)
-        resident = resident_bytes(supervisor.pids["rank-0"])
+        resident = [resident_bytes(supervisor.pids[f"rank-{rank}"]) for rank in ranks]
         await client.drain()
         await client.close()
         return limits, resident
@@ -86,11 +98,14 @@ def test_memory_is_as_planned_and_draining_ends_everything_with_code_0(checkpoin
     with supervised(wish) as (supervisor, failures):
         limits, resident = asyncio.run(use(supervisor))
         supervisor.stop(grace_s=20)
-        assert supervisor.exit_codes == {"core": 0, "rank-0": 0}
+        assert supervisor.exit_codes == {"core": 0} | {f"rank-{rank}": 0 for rank in ranks}
         assert supervisor.failure is None and failures == [] and supervisor.exit_code == 0
-    grown, plan = resident - resident_bytes_of_code(), planned_bytes(wish, limits)
-    assert grown <= 1.1 * plan + BESIDE_THE_PLAN
-    assert grown >= 0.5 * plan, "the plan is far too large"
+    code = resident_bytes_of_code()
+    for rank in ranks:
+        grown, plan = resident[rank] - code, planned_bytes(wish, limits, rank)
+        print(f"rank {rank} of tp {tp} x pp {pp}: grown by {grown / 1e6:.0f} MB, plan {plan / 1e6:.0f} MB")
+        assert grown <= 1.1 * plan + BESIDE_THE_PLAN
+        assert grown >= 0.5 * plan, "the plan is far too large"
     assert not [path for path in tmp_path.iterdir() if path.is_socket()]
 
 
