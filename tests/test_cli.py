@@ -203,7 +203,7 @@ def test_a_start_that_is_told_to_stop_ends_with_0_and_leaves_nothing(
     with tempfile.TemporaryDirectory(prefix="f") as short:  # sockets want short paths
         env = {**os.environ, "TMPDIR": short}
         server = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        while server.poll() is None and not list(Path(short).iterdir()):
+        while server.poll() is None and not list(Path(short).glob("rocm-serve-*")):
             time.sleep(0.005)
         server.send_signal(number)
         said, _ = server.communicate(timeout=120)
