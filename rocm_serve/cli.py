@@ -136,7 +136,7 @@ def main() -> None:
     try:
         app()
     except SystemExit as ended:
-        end(ended.code if isinstance(ended.code, int) else 0)
+        end(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except UserError as error:
         sys.stderr.write(f"rocm-serve: {error}\n")
         end(EXIT_USER_ERROR)

@@ -34,7 +34,7 @@ FIELDS: dict[str, msgspec.structs.FieldInfo] = {f.name: f for f in msgspec.struc
 # Settings of libraries that read the environment when they are loaded; a value that the user has set is kept.
 LIBRARY_DEFAULTS = {
     # torch's OpenMP threads spin while they wait. Beside an HTTP server, or on a machine that does other things, they
-    # keep each other from running: 16 tokens of the tiny checkpoint took 70 s instead of 2 on two busy cores.
+    # keep each other from running: the same 16 tokens took 95 s with spinning and 13 s without, on two busy cores.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
