@@ -14,6 +14,7 @@ from rocm_serve.layers.rotary import RotaryTable
 from rocm_serve.layers.weights import Weights
 from rocm_serve.ops.batch import ForwardBatch
 from rocm_serve.ops.bind import BoundOps
+from rocm_serve.ops.fp8 import kv_scale
 from rocm_serve.parallel.comm import Comm
 
 
@@ -67,7 +68,9 @@ class GatedAttention(nn.Module):
         )
         n = batch.num_rows
         pages = batch.cache.k_pages[self.cache_key], batch.cache.v_pages[self.cache_key]
-        self.ops.kv_write(k_TGD[:n], v.view(t, self.kv_heads, d)[:n], *pages, batch.kv_index_N)
+        scale = kv_scale(pages[0].dtype)
+        v_NGD = v.view(t, self.kv_heads, d)[:n]
+        self.ops.kv_write(k_TGD[:n], v_NGD, *pages, batch.kv_index_N, k_scale=scale, v_scale=scale)
         out_THD = self._attend(q_THD, *pages, batch)
         gated = self.ops.sigmoid_mul(out_THD.view(t, -1), gate_THD.reshape(t, -1))
         return self.o_proj(gated)
@@ -77,7 +80,8 @@ class GatedAttention(nn.Module):
     ) -> torch.Tensor:
         out_THD = torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         runs = batch.sequences.recurrent, batch.sequences.prompt
+        stored = kv_scale(k_pages.dtype)
         for op, run in zip((self.ops.attention_decode, self.ops.attention_prefill), runs, strict=True):
             if run.num_sequences:
-                op(q_THD, k_pages, v_pages, run, out_THD, scale=self.head_dim**-0.5)
+                op(q_THD, k_pages, v_pages, run, out_THD, scale=self.head_dim**-0.5, k_scale=stored, v_scale=stored)
         return out_THD

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rocm_serve.layers.weights import Weights
+from rocm_serve.layers.weights import OpWeights, Weights
 from rocm_serve.ops.bind import BoundOps
 from rocm_serve.parallel.comm import Comm
 
@@ -29,13 +31,16 @@ class VocabParallelEmbedding(nn.Module):
         return self.comm.all_reduce(rows_TH.masked_fill(elsewhere_T[:, None], 0))
 
 
-class LMHead(nn.Module):
+class LMHead(OpWeights):
     """Logits of this rank's V / t ids, in float32 and unrounded. No collective: the sampler reduces over ranks."""
 
     def __init__(self, weights: Weights, ops: BoundOps) -> None:
         super().__init__()
         self.weight = weights.make("weight")
         self.ops = ops
+
+    def op_weights(self) -> tuple[str, Mapping[str, str]]:
+        return "linear", {"weight_NK": "weight"}
 
     def forward(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(hidden_RH, self.weight, out_dtype=torch.float32)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
-from rocm_serve.layers.weights import FP8, Weights
+from rocm_serve.layers.weights import OpWeights, Weights
 from rocm_serve.ops.bind import BoundOps
 from rocm_serve.parallel.comm import Comm
 
 
-class Linear(nn.Module):
+class Linear(OpWeights):
     """x @ weight.T with what this rank holds of the weight; no collective. FP8 when the table says so.
 
     Alone it is a replicated layer, or a column-parallel one: outputs of this rank stay on this rank.
@@ -21,8 +23,13 @@ class Linear(nn.Module):
         self.weight = weights.make("weight")
         self.ops = ops
         self.weight_scale_inv: nn.Parameter | None = None
-        if self.weight.dtype == FP8:
+        if weights.is_fp8("weight"):
             self.weight_scale_inv = weights.make("weight_scale_inv")
+
+    def op_weights(self) -> tuple[str, Mapping[str, str]]:
+        if self.weight_scale_inv is None:
+            return "linear", {"weight_NK": "weight"}
+        return "fp8_linear", {"weight_NK": "weight", "scale": "weight_scale_inv"}
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         if self.weight_scale_inv is None:

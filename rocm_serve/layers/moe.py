@@ -1,68 +1,160 @@
-"""Mixture of experts with a shared expert. Letters: T rows, H width, E experts, I expert width of this rank."""
+"""Mixture of experts with a shared expert.
+
+Letters: T rows of the step, n of this rank, R that came to its experts, H width, E experts, I expert width of this
+rank, k choices a row.
+"""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from rocm_serve.layers.linear import Linear
 from rocm_serve.layers.mlp import GatedMLP
-from rocm_serve.layers.weights import FP8, Weights
+from rocm_serve.layers.weights import OpWeights, Weights
 from rocm_serve.ops.bind import BoundOps
 from rocm_serve.parallel.comm import Comm
+from rocm_serve.parallel.exchange.contract import Dispatched, ExchangeSpec, ExpertExchange
+from rocm_serve.parallel.exchange.local import LocalExchange
+from rocm_serve.parallel.expert_map import ExpertMap, ExpertPlan
 
 
-class RoutedExperts(nn.Module):
+class RoutedExperts(OpWeights):
     """The stacked weights of the routed experts: [E, 2 I, H] (gate rows, then up rows) and [E, H, I]."""
 
     def __init__(self, weights: Weights, ops: BoundOps) -> None:
         super().__init__()
         self.gate_up_proj = weights.make("gate_up_proj")
         self.down_proj = weights.make("down_proj")
-        self.gate_up_proj_scale_inv = self._scale(weights, "gate_up_proj", self.gate_up_proj)
-        self.down_proj_scale_inv = self._scale(weights, "down_proj", self.down_proj)
+        self.gate_up_proj_scale_inv = self._scale(weights, "gate_up_proj")
+        self.down_proj_scale_inv = self._scale(weights, "down_proj")
         self.ops = ops
 
     @staticmethod
-    def _scale(weights: Weights, name: str, weight: torch.Tensor) -> nn.Parameter | None:
-        return weights.make(f"{name}_scale_inv") if weight.dtype == FP8 else None
+    def _scale(weights: Weights, name: str) -> nn.Parameter | None:
+        return weights.make(f"{name}_scale_inv") if weights.is_fp8(name) else None
 
-    def forward(
-        self, x_TH: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor, num_rows: int
-    ) -> torch.Tensor:
+    def op_weights(self) -> tuple[str, Mapping[str, str]]:
+        return "moe_experts", {
+            "w13_EIH": "gate_up_proj",
+            "w2_EHI": "down_proj",
+            "w13_scale": "gate_up_proj_scale_inv",
+            "w2_scale": "down_proj_scale_inv",
+        }
+
+    def forward(self, sent: Dispatched, out_dtype: torch.dtype) -> torch.Tensor:
+        """Return the weighted sum over the experts here of every row that came, [R, H]."""
         return self.ops.moe_experts(
-            x_TH,
-            ids_Tk,
-            weights_Tk,
-            num_rows,
+            sent.rows,
+            sent.ids,
+            sent.weights,
+            sent.count,
             self.gate_up_proj,
             self.down_proj,
             self.gate_up_proj_scale_inv,
             self.down_proj_scale_inv,
+            sent.scales,
             activation=self.ops.fp8_activation,
+            out_dtype=out_dtype,
         )
+
+
+class ExpertSlots(nn.Module):
+    """From the expert that a row chose to a slot that holds it. Letters: P slots over all ranks, M replicas at most.
+
+    The replica is the sum of the row's k ids, counted around: it depends on that row alone, and rows that share an
+    expert use all of its replicas.
+    """
+
+    slots_EM: torch.Tensor
+    replicas_E: torch.Tensor
+
+    def __init__(self, places: ExpertMap, device: torch.device) -> None:
+        super().__init__()
+        slots: list[list[int]] = [[] for _ in range(max(places.experts) + 1)]
+        for slot, expert in enumerate(places.experts):
+            slots[expert].append(slot)
+        most = max(map(len, slots))
+        padded = torch.tensor([own + own[:1] * (most - len(own)) for own in slots], dtype=torch.int32, device=device)
+        self.register_buffer("slots_EM", padded, persistent=False)
+        replicas = torch.tensor([len(own) for own in slots], device=device)
+        self.register_buffer("replicas_E", replicas, persistent=False)
+
+    def forward(self, ids_nk: torch.Tensor) -> torch.Tensor:
+        """Return int32 [n, k]: a slot over all ranks for each choice."""
+        ids = ids_nk.long()
+        return self.slots_EM[ids, ids.sum(dim=1, keepdim=True) % self.replicas_E[ids]]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWiring:
+    """Where a model's experts are and how rows come to them, layer by layer; the draft head's is DRAFT_LAYER."""
+
+    plan: ExpertPlan
+    exchanges: Mapping[int, ExpertExchange]
 
 
 class SparseMoe(nn.Module):
     """Routed experts plus a gated shared expert. Router and shared gate are whole on every rank.
 
-    The partial sums of both halves are joined before the one all-reduce.
+    One completion: where the exchange's sums are partial, those of both halves are joined before the one all-reduce;
+    where they are complete, the shared expert is whole and computed for a rank's own rows, and nothing is reduced.
+    `observe`, when set, is called with the experts chosen, int32 [n, k], and how many of these rows are no padding:
+    on every rank with its own rows where they are scattered, else with all rows.
     """
 
-    def __init__(self, weights: Weights, ops: BoundOps, comm: Comm, *, top_k: int, renormalise: bool) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        ops: BoundOps,
+        comm: Comm,
+        *,
+        top_k: int,
+        renormalise: bool,
+        exchange: ExpertExchange | None = None,
+        places: ExpertMap | None = None,
+    ) -> None:
         super().__init__()
         self.gate = Linear(weights.under("gate"), ops)
         self.shared_expert_gate = Linear(weights.under("shared_expert_gate"), ops)
         self.shared_expert = GatedMLP(weights.under("shared_expert"), ops, comm)
         self.experts = RoutedExperts(weights.under("experts"), ops)
+        self.slots = None if places is None or places.is_plain else ExpertSlots(places, weights.device)
+        self.exchange = exchange or local_exchange(self.experts, weights, comm, top_k)
         self.ops = ops
         self.comm = comm
         self.top_k = top_k
         self.renormalise = renormalise
+        self.observe: Callable[[torch.Tensor, int | torch.Tensor], None] | None = None
+        fp8 = self.experts.gate_up_proj_scale_inv is not None and ops.fp8_activation == "fp8_1x128"
+        self.sends_fp8 = fp8 and self.exchange.scattered  # half the bytes, and the experts would quantise them anyway
 
-    def forward(self, x_TH: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> torch.Tensor:
         """Run the first `num_rows` rows through their experts; the rest is padding."""
-        ids_Tk, weights_Tk = self.ops.moe_route(self.gate(x_TH), top_k=self.top_k, renormalise=self.renormalise)
-        routed_TH = self.experts(x_TH, ids_Tk, weights_Tk, num_rows)
-        shared_TH = self.ops.sigmoid_mul(self.shared_expert.partial(x_TH), self.shared_expert_gate(x_TH))
-        return self.comm.all_reduce(routed_TH + shared_TH)
+        exchange = self.exchange
+        own_nH, live = exchange.scatter(x_TH, num_rows) if exchange.scattered else (x_TH, num_rows)
+        ids_nk, weights_nk = self.ops.moe_route(self.gate(own_nH), top_k=self.top_k, renormalise=self.renormalise)
+        if self.observe is not None:
+            self.observe(ids_nk, live)
+        rows_nH, scales = own_nH, None
+        if self.sends_fp8:
+            rows_nH, scales = self.ops.quantise_rows(own_nH, dtype=self.experts.gate_up_proj.dtype)
+        slots_nk = ids_nk if self.slots is None else self.slots(ids_nk)
+        sent = exchange.dispatch(rows_nH, scales, slots_nk, weights_nk, live)
+        routed_nH = exchange.combine(self.experts(sent, own_nH.dtype), sent)
+        shared_nH = self.ops.sigmoid_mul(self.shared_expert.partial(own_nH), self.shared_expert_gate(own_nH))
+        out_nH = routed_nH + shared_nH
+        if not exchange.complete:
+            out_nH = self.comm.all_reduce(out_nH)
+        return exchange.gather(out_nH, x_TH.shape[0], num_rows) if exchange.scattered else out_nH
+
+
+def local_exchange(experts: RoutedExperts, weights: Weights, comm: Comm, top_k: int) -> LocalExchange:
+    """Make the exchange of a layer that was given none: every rank has all rows, and there is no limit to them."""
+    slots, hidden = experts.gate_up_proj.shape[0], experts.gate_up_proj.shape[2]
+    spec = ExchangeSpec("local", weights.place.ep, slots, top_k, hidden, capacity=sys.maxsize, dtype=weights.dtype)
+    return LocalExchange(spec, comm)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from rocm_serve.ops.batch import Sequences
+from rocm_serve.ops.fp8 import widened
 from rocm_serve.ops.rows import ROW_MULTIPLE, steady_
 
 KEY_BLOCK = 128
@@ -54,7 +55,7 @@ def _gather(pages_PSGD: torch.Tensor, pages: torch.Tensor, length: int, scale: f
         held = pages_PSGD.view(torch.uint8)[pages].view(pages_PSGD.dtype)
     else:
         held = pages_PSGD[pages]
-    x_LGD = held.flatten(0, 1)[:length].float() * scale
+    x_LGD = widened(held.flatten(0, 1)[:length]) * scale
     return F.pad(x_LGD, (0, 0, 0, 0, 0, -length % KEY_BLOCK))
 
 

@@ -7,7 +7,7 @@ Host copies (tuples of int) stand beside the device tensors: the CPU reference w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,6 +24,10 @@ class Sequences:
     contexts_B: torch.Tensor  # int32
     slots_B: torch.Tensor  # int32
     page_table_BP: torch.Tensor  # int32, page ids of each sequence, rest undefined
+    # B entries, 0 <= commit <= rows: the rows after which a sequence's recurrent states are kept; those behind them run
+    # on a copy. None: all rows. Ops without recurrent states read neither.
+    commits: tuple[int, ...] | None = None
+    commits_B: torch.Tensor | None = None  # int32
 
     @property
     def num_sequences(self) -> int:
@@ -54,6 +58,8 @@ class Sequences:
             contexts_B=self.contexts_B[start:stop],
             slots_B=self.slots_B[start:stop],
             page_table_BP=self.page_table_BP[start:stop],
+            commits=None if self.commits is None else self.commits[start:stop],
+            commits_B=None if self.commits_B is None else self.commits_B[start:stop],
         )
 
     @property
@@ -67,12 +73,30 @@ class Sequences:
         return self.run(self.num_recurrent, self.num_sequences)
 
 
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """How the recurrent sequences of a step with drafts run through layers that keep a state; see ops/replay.py.
+
+    E extended rows: for each sequence its accepted drafts of the step before, then its own rows. The states are kept
+    after its known rows; the R replayed rows and the N own rows fill E between them, D of the own ones are drafts.
+    """
+
+    sequences: Sequences  # the recurrent ones over the extended rows, with `commits`
+    own_N: torch.Tensor  # int64: where rows 0..N of the batch stand among the extended ones
+    replayed_R: torch.Tensor  # int64: where replayed rows stand among the extended ones
+    sources_R: torch.Tensor  # int64: slot * K + i, where they are pending
+    drafts_D: torch.Tensor  # int64: rows of the batch that are drafts
+    targets_D: torch.Tensor  # int64: slot * K + i, where they are to be pending
+
+
 @dataclass(slots=True)
 class StageCache:
     """This stage's device state. Keys are global layer indices (the draft layer uses its own key, -1).
 
     KV: NHD pages [pages, page_size, kv_heads_local, head_dim]. Conv: the last three pre-conv rows,
     [slots + 1, 3, channels_local], oldest first. SSM: fp32, V-major [slots + 1, Hv_local, dv, dk].
+    Pending, with K draft tokens a step: what a slot's last drafts brought to the layer, pre-conv rows
+    [slots + 1, K, channels_local] and the projection b, a [slots + 1, K, 2 Hv_local]; without drafts there are none.
     """
 
     page_size: int
@@ -80,6 +104,9 @@ class StageCache:
     v_pages: dict[int, torch.Tensor]
     conv: dict[int, torch.Tensor]
     ssm: dict[int, torch.Tensor]
+    pending_u: dict[int, torch.Tensor] = field(default_factory=dict)
+    pending_ba: dict[int, torch.Tensor] = field(default_factory=dict)
+    draft_tokens: int = 0  # K
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +118,7 @@ class ForwardBatch:
     kv_index_N: torch.Tensor  # int64: page * page_size + offset where each real row's K and V go
     sequences: Sequences
     cache: StageCache
+    replay: Replay | None = None  # None: no sequence has drafts in this step or had any accepted in its last one
 
     @property
     def num_rows(self) -> int:

@@ -22,11 +22,15 @@ from rocm_serve.ops import (
     moe_experts,
     moe_route,
     qk_norm_rope,
+    quantise_rows,
     rms_norm,
+    sampling,
     sigmoid_mul,
     silu_mul,
 )
-from rocm_serve.ops.contract import Facts, Op, OpFunction
+from rocm_serve.ops.contract import Facts, Op, OpFunction, Provider, WeightTensors
+from rocm_serve.ops.layouts import checked, prepared
+from rocm_serve.ops.tuning import tuning
 from rocm_serve.platform.table import fp8_activation, provider_order
 
 _ALL = (
@@ -39,6 +43,7 @@ _ALL = (
     sigmoid_mul.OP,
     moe_route.OP,
     moe_experts.OP,
+    quantise_rows.OP,
     qk_norm_rope.OP,
     kv_write.OP,
     attention_prefill.OP,
@@ -46,8 +51,11 @@ _ALL = (
     causal_conv.OP,
     gdn_chunk.OP,
     gdn_decode.OP,
+    sampling.OP,
+    sampling.SUM_OP,
 )
 OPS: Mapping[str, Op] = MappingProxyType({op.name: op for op in _ALL})
+REFERENCE = "reference"
 
 _LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 
@@ -59,6 +67,7 @@ class Binding:
     op: str  # "linear", or "layers.3.linear" for an override of one layer
     provider: str
     refused: tuple[tuple[str, str], ...]  # (provider, why), in the order they were tried
+    tuning: str = ""  # of its kernels at these shapes: tuned or by rule
 
 
 def binding_lines(report: Sequence[Binding]) -> Iterator[str]:
@@ -68,7 +77,8 @@ def binding_lines(report: Sequence[Binding]) -> Iterator[str]:
         yield f"ops: all {len(report)} by {providers.pop()}"
         return
     for line in report:
-        yield f"op {line.op}: {line.provider}" + "".join(f"; {name} {why}" for name, why in line.refused)
+        how = f" ({line.tuning})" if line.tuning else ""
+        yield f"op {line.op}: {line.provider}{how}" + "".join(f"; {name} {why}" for name, why in line.refused)
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,7 @@ class BoundOps:
     sigmoid_mul: OpFunction
     moe_route: OpFunction
     moe_experts: OpFunction
+    quantise_rows: OpFunction
     qk_norm_rope: OpFunction
     kv_write: OpFunction
     attention_prefill: OpFunction
@@ -91,14 +102,30 @@ class BoundOps:
     causal_conv: OpFunction
     gdn_chunk: OpFunction
     gdn_decode: OpFunction
+    draw_token: OpFunction
+    log_sum_exp: OpFunction
     fp8_activation: str
     report: tuple[Binding, ...]
-    at_layer: Mapping[int, Mapping[str, OpFunction]] = field(default_factory=dict)
+    providers: Mapping[str, Provider]
+    table: Mapping[str, Op]
+    at_layer: Mapping[int, Mapping[str, tuple[Provider, OpFunction]]] = field(default_factory=dict)
 
     def for_layer(self, layer: int) -> BoundOps:
         """Return the ops of one layer: these, with the overrides "layers.N.op" applied."""
-        own: dict[str, Any] = dict(self.at_layer.get(layer, {}))
-        return replace(self, **own) if own else self
+        own = self.at_layer.get(layer, {})
+        functions: dict[str, Any] = {name: function for name, (_, function) in own.items()}
+        providers = {**self.providers, **{name: provider for name, (provider, _) in own.items()}}
+        return replace(self, **functions, providers=providers) if own else self
+
+    def prepare(self, op: str, weights: WeightTensors) -> WeightTensors:
+        """Lay plain weights, given by the op's argument names, out as the bound provider reads them."""
+        return prepared(self.table[op], self.providers[op], weights)
+
+    @property
+    def preparing(self) -> frozenset[str]:
+        """Name the ops that lay weights out anew, in some layer at least."""
+        chosen = [*self.providers.items(), *((n, p) for own in self.at_layer.values() for n, (p, _) in own.items())]
+        return frozenset(name for name, provider in chosen if provider.prepare_weights is not None)
 
 
 def bind_ops(
@@ -107,30 +134,70 @@ def bind_ops(
     *,
     facts: Facts | None = None,
     activation: Literal["bf16", "fp8_1x128"] | None = None,
+    table: Mapping[str, Op] | None = None,
+    refused: Mapping[tuple[str, str], str] | None = None,
+    preferred: Mapping[str, str] | None = None,
 ) -> BoundOps:
-    """Choose a provider for every op.
+    """Choose a provider for every op and load it.
 
     `overrides` maps "op" or "layers.N.op" to a provider. `facts` are shown to providers that accept some models only.
-    `activation` of FP8 products; default by architecture.
+    `activation` of FP8 products; default by architecture. `table`: the ops; `refused`: (op, provider) -> why, of those
+    that failed their probe; `preferred`: op -> provider to try before all others.
     Errors: UserError for an unknown op or provider, or a provider that refuses, naming the legal ones.
     """
-    known = facts or {}
-    wished = {_split(key): provider for key, provider in overrides.items()}
-    chosen: dict[str, Any] = {}
+    ops = OPS if table is None else table
+    report = choose(overrides, arch, facts=facts, table=ops, refused=refused, preferred=preferred)
+    chosen: dict[str, Provider] = {}
+    own: dict[int, dict[str, Provider]] = {}
+    for line in report:
+        layer, name = _split(line.op, ops)
+        (chosen if layer is None else own.setdefault(layer, {}))[name] = ops[name].providers[line.provider]
+    several = {name for one in (chosen, *own.values()) for name, p in one.items() if p.prepare_weights is not None}
+
+    def function(name: str, provider: Provider) -> OpFunction:
+        found = provider.load()
+        return checked(ops[name], provider, found) if name in several else found
+
+    functions: dict[str, Any] = {name: function(name, provider) for name, provider in chosen.items()}
+    return BoundOps(
+        **functions,
+        fp8_activation=activation or fp8_activation(arch),
+        report=tuple(report),
+        providers=chosen,
+        table=ops,
+        at_layer={n: {name: (p, function(name, p)) for name, p in some.items()} for n, some in own.items()},
+    )
+
+
+def choose(
+    overrides: Mapping[str, str],
+    arch: str,
+    *,
+    facts: Facts | None = None,
+    table: Mapping[str, Op] | None = None,
+    refused: Mapping[tuple[str, str], str] | None = None,
+    preferred: Mapping[str, str] | None = None,
+) -> list[Binding]:
+    """Say what `bind_ops` would bind, loading nothing: a line for every op, then one for every override of a layer.
+
+    Errors: as of `bind_ops`.
+    """
+    ops = OPS if table is None else table
+    known, against = facts or {}, refused or {}
+    wished = {_split(key, ops): provider for key, provider in overrides.items()}
     report = []
-    for name, op in OPS.items():
+    for name, op in ops.items():
         override = wished.get((None, name))
-        binding = _forced(op, name, override, arch, known) if override else _first(op, arch, known)
-        report.append(binding)
-        chosen[name] = op.providers[binding.provider].load()
-    at_layer: dict[int, dict[str, OpFunction]] = {}
+        if override:
+            report.append(_forced(op, name, override, arch, known, against))
+        else:
+            first = (preferred or {}).get(name)
+            order = provider_order(name, arch)
+            report.append(_first(op, (first, *order) if first else order, arch, known, against))
     for (layer, name), provider in sorted(wished.items(), key=lambda item: (item[0][0] or 0, item[0][1])):
         if layer is not None:
-            report.append(_forced(OPS[name], f"layers.{layer}.{name}", provider, arch, known))
-            at_layer.setdefault(layer, {})[name] = OPS[name].providers[provider].load()
-    return BoundOps(
-        **chosen, fp8_activation=activation or fp8_activation(arch), report=tuple(report), at_layer=at_layer
-    )
+            report.append(_forced(ops[name], f"layers.{layer}.{name}", provider, arch, known, against))
+    return [replace(line, tuning=tuning(_split(line.op, ops)[1], line.provider, known)) for line in report]
 
 
 def op_names() -> tuple[str, ...]:
@@ -138,28 +205,36 @@ def op_names() -> tuple[str, ...]:
     return tuple(f.name for f in fields(BoundOps) if f.name in OPS)
 
 
-def _split(key: str) -> tuple[int | None, str]:
+def _split(key: str, ops: Mapping[str, Op]) -> tuple[int | None, str]:
     match = _LAYER.fullmatch(key)
     layer, name = (int(match[1]), match[2]) if match else (None, key)
-    if name not in OPS:
-        raise UserError(f"--op {key}: no such op; ops are {', '.join(OPS)}, each also as layers.N.OP")
+    if name not in ops:
+        raise UserError(f"--op {key}: no such op; ops are {', '.join(ops)}, each also as layers.N.OP")
     return layer, name
 
 
-def _forced(op: Op, key: str, provider: str, arch: str, facts: Facts) -> Binding:
+Refused = Mapping[tuple[str, str], str]
+
+
+def _forced(op: Op, key: str, provider: str, arch: str, facts: Facts, refused: Refused) -> Binding:
     if provider not in op.providers:
         raise UserError(f"--op {key}={provider}: no such provider; {op.name} has {', '.join(op.providers)}")
-    why = op.providers[provider].refusal(arch, facts)
+    why = _refusal(op, provider, arch, facts, refused)
     if why:
         raise UserError(f"--op {key}={provider}: {provider} {why}; {op.name} has {', '.join(op.providers)}")
     return Binding(key, provider, ())
 
 
-def _first(op: Op, arch: str, facts: Facts) -> Binding:
-    refused = []
-    for name in provider_order(op.name, arch):
-        why = op.providers[name].refusal(arch, facts)
+def _first(op: Op, order: tuple[str, ...], arch: str, facts: Facts, refused: Refused) -> Binding:
+    tried: list[tuple[str, str]] = []
+    for name in dict.fromkeys(order):
+        why = _refusal(op, name, arch, facts, refused)
         if why is None:
-            return Binding(op.name, name, tuple(refused))
-        refused.append((name, why))
-    raise UserError(f"{op.name} has no provider on {arch}: {'; '.join(f'{n} {why}' for n, why in refused)}")
+            return Binding(op.name, name, tuple(tried))
+        tried.append((name, why))
+    raise UserError(f"{op.name} has no provider on {arch}: {'; '.join(f'{n} {why}' for n, why in tried)}")
+
+
+def _refusal(op: Op, provider: str, arch: str, facts: Facts, refused: Refused) -> str | None:
+    """Say why a provider cannot be used: for what it says of itself, or for what its probe has shown."""
+    return op.providers[provider].refusal(arch, facts) or refused.get((op.name, provider))

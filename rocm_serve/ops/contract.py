@@ -2,19 +2,27 @@
 
 An op is a function of tensors with written semantics: its reference. A provider is another implementation with the
 same signature. Which one runs where is decided once, in ops/bind.py; the hot path holds plain functions.
+
+Providers own the physical layout of an op's weights. One that wants them otherwise than the checkpoint has them names
+its layout and brings a `prepare_weights`; the layout's tag travels on the very tensor that is passed, and ops/bind.py
+has every call refuse another one.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from types import MappingProxyType
 
 import torch
 
 OpFunction = Callable[..., torch.Tensor]
 Arguments = dict[str, object]  # keyword arguments of one call
-Facts = Mapping[str, object]  # what is static in a model: dtype, head size, page size ...
+Facts = Mapping[str, object]  # what is static in a model, named in ops/facts.py; a name may be absent
+WeightTensors = dict[str, torch.Tensor]  # the weights of one call, by the op's argument names
+PrepareWeights = Callable[[WeightTensors], WeightTensors]
 Case = Callable[[torch.Generator, torch.dtype], Arguments]
 
 
@@ -26,25 +34,61 @@ class Tol:
     why: str
 
 
+def lazy(module: str, function: str) -> Callable[[], OpFunction]:
+    """Return a loader that imports `module` when it is called, not before."""
+
+    def load() -> OpFunction:
+        found: OpFunction = getattr(importlib.import_module(module), function)
+        return found
+
+    return load
+
+
+_TAG = "rocm_serve_layout"
+PLAIN = "plain"  # as in the checkpoint, in the FP8 dialect of the machine
+
+
+class LayoutError(ValueError):
+    """A weight is laid out for another provider than the one that was given it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """One implementation. `archs` None: any. `accepts` returns why it cannot serve these facts, or None."""
+    """One implementation. `archs` None: any; "gfx*" and "sm_*" are families.
+
+    `accepts` returns why it cannot serve these facts, or None.
+    `prepare_weights` is called once for each layer, after loading: it takes the layer's plain weights of this op and
+    returns tensors of the same names and the same number of bytes (the memory plan counts on that) in the layout
+    `layout`. It may set attributes of its own on them: they stay on the tensors that the op is called with.
+    `semantics` is plain torch for what the provider means to compute where that is not what the reference computes, and
+    judges it in the reference's place: two ways of quantising rows differ by more than any kernel's error.
+    """
 
     name: str
     load: Callable[[], OpFunction]  # imports the implementation; called only when the provider is chosen
     archs: frozenset[str] | None = None
     accepts: Callable[[Facts], str | None] = lambda facts: None
+    prepare_weights: PrepareWeights | None = None
+    layout: str = PLAIN
+    semantics: OpFunction | None = None
+    packages: tuple[str, ...] = ()  # distributions whose code it runs: their versions are part of a probe's cache key
+
+    def __post_init__(self) -> None:
+        assert (self.prepare_weights is None) == (self.layout == PLAIN), f"{self.name}: a layout needs its preparation"
 
     def refusal(self, arch: str, facts: Facts) -> str | None:
         """Say why this provider cannot be used, or None when it can."""
-        if self.archs is not None and arch not in self.archs:
+        if self.archs is not None and not any(fnmatch(_plain(arch), _plain(known)) for known in self.archs):
             return f"runs on {', '.join(sorted(self.archs))}, not on {arch}"
         return self.accepts(facts)
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """The contract. `mutates` names arguments written in place: they are outputs of the op beside its result."""
+    """The contract. `mutates` names arguments written in place: they are outputs of the op beside its result.
+
+    `weights` names the arguments that are a layer's parameters and may be laid out by the provider.
+    """
 
     name: str
     reference: OpFunction
@@ -52,6 +96,7 @@ class Op:
     tol: Mapping[str, Tol]  # by name of the dtype of the rows: "float32", "bfloat16"
     mutates: tuple[str, ...] = ()
     others: tuple[Provider, ...] = ()
+    weights: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [p.name for p in self.providers.values()]
@@ -62,6 +107,22 @@ class Op:
         """Return every provider by name, the reference among them."""
         reference = Provider("reference", lambda: self.reference)
         return MappingProxyType({p.name: p for p in (reference, *self.others)})
+
+
+def _plain(arch: str) -> str:
+    return arch.replace("_", "")  # the probe says sm_90, people say sm90
+
+
+def layout_tag(weight: torch.Tensor) -> str:
+    """Return the layout that the tensor was tagged with; a tensor without a tag is plain."""
+    tag = getattr(weight, _TAG, PLAIN)
+    assert isinstance(tag, str)
+    return tag
+
+
+def tag_layout(weight: torch.Tensor, layout: str) -> None:
+    """Write the layout on this very tensor: views, copies and casts of it have no tag."""
+    setattr(weight, _TAG, layout)
 
 
 FP32_WHY = "fp32 sums in another order: some 1e-7 a step, a few hundred steps"

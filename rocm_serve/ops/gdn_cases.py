@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.contract import Arguments
 from rocm_serve.ops.inputs import normal, sequences_of
+
+
+def committing(sequences: Sequences, commits: tuple[int, ...]) -> Sequences:
+    """Return the sequences with so many rows of each before the states are kept."""
+    return replace(sequences, commits=commits, commits_B=torch.tensor(commits, dtype=torch.int32))
 
 
 def gdn_case(
@@ -20,9 +28,12 @@ def gdn_case(
     fresh: bool = False,
     first_row: int = 0,
     decay: float = 0.0,
+    commits: tuple[int, ...] | None = None,
 ) -> Arguments:
     """Build one case. `decay` shifts A_log: states that last, or are forgotten at once."""
     sequences, _ = sequences_of(g, rows, (0,) * len(rows), first_row=first_row)
+    if commits is not None:
+        sequences = committing(sequences, commits)
     total = sequences.row_starts[-1] + 3
     state = normal(g, len(rows) + 2, heads, value, key)
     return {

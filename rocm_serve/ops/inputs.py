@@ -7,7 +7,18 @@ from collections.abc import Sequence
 import torch
 
 from rocm_serve.ops.batch import Sequences
-from rocm_serve.ops.fp8 import BLOCK
+from rocm_serve.ops.contract import Arguments
+from rocm_serve.ops.fp8 import BLOCK, FN, FNUZ, FNUZ_SCALE, fn_to_fnuz
+
+# The scale of an FP8 argument: both change when its dialect does.
+SCALE_OF = {
+    "weight_NK": "scale",
+    "x_TH": "x_scale",
+    "w13_EIH": "w13_scale",
+    "w2_EHI": "w2_scale",
+    "k_pages_PSGD": "k_scale",
+    "v_pages_PSGD": "v_scale",
+}
 
 
 def normal(g: torch.Generator, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -49,3 +60,16 @@ def block_fp8(g: torch.Generator, *shape: int, scale: float = 1.0) -> tuple[torc
     blocks = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
     wide = torch.rand(blocks, generator=g) * 1.5 + 0.5
     return (w * 100).clamp(-448, 448).to(torch.float8_e4m3fn), wide * (scale / 100)
+
+
+def in_fnuz(arguments: Arguments) -> Arguments:
+    """Return the arguments of a case as gfx942 has them: the same numbers, FP8 in e4m3fnuz with its scales doubled."""
+    made = dict(arguments)
+    for name, value in arguments.items():
+        if value is FN:  # a dtype that is asked for
+            made[name] = FNUZ
+        elif isinstance(value, torch.Tensor) and value.dtype is FN:
+            scale = arguments.get(SCALE_OF[name], 1.0)
+            assert isinstance(scale, float | torch.Tensor)
+            made[name], made[SCALE_OF[name]] = fn_to_fnuz(value), scale * FNUZ_SCALE
+    return made

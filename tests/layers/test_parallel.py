@@ -38,7 +38,7 @@ def on_ranks(
     def run(*inputs: object) -> list[tuple[torch.Tensor, dict[str, int]]]:
         def rank(comm: Comm) -> tuple[torch.Tensor, dict[str, int]]:
             counting = CountingComm(comm)
-            weights = Weights(params, tp, comm.rank, torch.float32, torch.device("cpu"), prefix)
+            weights = Weights(params, Place(tp, comm.rank), torch.float32, torch.device("cpu"), prefix)
             layer = build(weights, OPS, counting)
             for name, p in layer.named_parameters():
                 param = params[f"{prefix}.{name}"]
@@ -118,7 +118,7 @@ def table(dtype: str, split: Split | None) -> dict[str, Param]:
 
 def test_a_layer_is_fp8_exactly_when_the_table_says_so() -> None:
     for dtype, stored in (("model", torch.bfloat16), ("fp8", FP8)):
-        weights = Weights(table(dtype, None), 1, 0, torch.bfloat16, torch.device("cpu"), "o")
+        weights = Weights(table(dtype, None), Place(), torch.bfloat16, torch.device("cpu"), "o")
         layer = Linear(weights, OPS)
         assert layer.weight.dtype == stored
         assert (layer.weight_scale_inv is not None) == (dtype == "fp8")
@@ -132,7 +132,7 @@ def test_fp8_columns_cut_at_blocks_add_up_to_the_whole_product(activation: str) 
     params, ops = table("fp8", Split(4, "blocks")), bind_ops({}, "cpu", activation=activation)  # type: ignore[arg-type]
 
     def product(comm: Comm) -> torch.Tensor:
-        weights = Weights(params, comm.size, comm.rank, torch.float32, torch.device("cpu"), "o")
+        weights = Weights(params, Place(comm.size, comm.rank), torch.float32, torch.device("cpu"), "o")
         layer = RowParallelLinear(weights, ops, comm)
         width, blocks = 512 // comm.size, 4 // comm.size
         columns = slice(comm.rank * width, (comm.rank + 1) * width)

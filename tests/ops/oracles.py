@@ -5,6 +5,7 @@ Each oracle takes the arguments of a case and returns its outputs: the result, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,6 +59,18 @@ def as_quantised(x: Any) -> torch.Tensor:
     return torch.cat(out).view(x.shape) if out else x.double()
 
 
+def quantise_rows(x_TK: Any, *, dtype: Any) -> Outputs:
+    width = x_TK.shape[1]
+    q, s = torch.zeros(x_TK.shape, dtype=torch.float64), torch.zeros(len(x_TK), -(-width // 128), dtype=torch.float64)
+    for t, row in enumerate(x_TK.double()):
+        for b, block in enumerate(row.split(128)):
+            s[t, b] = (
+                max(block.abs().max().item(), 1e-10) / {torch.float8_e4m3fn: 448, torch.float8_e4m3fnuz: 224}[dtype]
+            )
+            q[t, b * 128 : b * 128 + len(block)] = (block / s[t, b]).float().to(dtype).double()
+    return q, s
+
+
 def fp8_linear(x_TK: Any, weight_NK: Any, scale: Any, *, activation: str) -> Outputs:
     x = as_quantised(x_TK) if activation == "fp8_1x128" else x_TK.double()
     return (x @ widened(weight_NK, scale).T,)
@@ -96,18 +109,22 @@ def moe_experts(
     w2_EHI: Any,
     w13_scale: Any = None,
     w2_scale: Any = None,
+    x_scale: Any = None,
     *,
     activation: str,
+    out_dtype: Any,
 ) -> Outputs:
     fp8 = w13_scale is not None
     w13 = widened(w13_EIH, w13_scale) if fp8 else w13_EIH.double()
     w2 = widened(w2_EHI, w2_scale) if fp8 else w2_EHI.double()
     rounded = as_quantised if fp8 and activation == "fp8_1x128" else (lambda x: x.double())
+    columns = torch.arange(x_TH.shape[1])
+    rows = rounded(x_TH) if x_scale is None else x_TH.double() * x_scale.double()[:, columns // 128]
     out = torch.zeros(x_TH.shape, dtype=torch.float64)
     for t in range(num_rows):
         for e, weight in zip(ids_Tk[t].tolist(), weights_Tk[t].tolist(), strict=True):
             if e >= 0:
-                gate, up = (rounded(x_TH[t : t + 1]) @ w13[e].T).chunk(2, dim=-1)
+                gate, up = (rows[t : t + 1] @ w13[e].T).chunk(2, dim=-1)
                 out[t] += weight * (rounded(silu(gate) * up) @ w2[e].T)[0]
     return (out,)
 
@@ -170,19 +187,23 @@ def attention(
     return out, out
 
 
-def causal_conv(u_TC: Any, weight_CK: Any, state: Any, sequences: Any, *, row_states: Any = None) -> Outputs:
+def committed(sequences: Any, b: int) -> int:
+    """Number the last row whose states are kept; one before the first row when none is."""
+    first, last = sequences.row_starts[b], sequences.row_starts[b + 1]
+    return int(first + (last - first if sequences.commits is None else sequences.commits_B[b]) - 1)
+
+
+def causal_conv(u_TC: Any, weight_CK: Any, state: Any, sequences: Any) -> Outputs:
     out, held = torch.zeros(u_TC.shape, dtype=torch.float64), state.double()
-    rows = None if row_states is None else row_states.double()
     for b, slot in enumerate(sequences.slots):
-        window = list(held[slot])
+        window = list(held[slot].clone())
         for t in range(sequences.row_starts[b], sequences.row_starts[b + 1]):
             window.append(u_TC[t].double())
             out[t] = silu(sum((w * x for w, x in zip(weight_CK.double().T, window, strict=True)), torch.zeros(())))
             window.pop(0)
-            if rows is not None:
-                rows[t] = torch.stack(window)
-        held[slot] = torch.stack(window)
-    return (out, held) if rows is None else (out, held, rows)
+            if t == committed(sequences, b):
+                held[slot] = torch.stack(window)
+    return out, held
 
 
 def gated_delta_rule(
@@ -196,25 +217,50 @@ def gated_delta_rule(
     state: Any,
     sequences: Any,
     out_THV: Any,
-    *,
-    row_states: Any = None,
 ) -> Outputs:
     out, held = out_THV.double(), state.double()
-    rows = None if row_states is None else row_states.double()
     shared = v_THV.shape[1] // k_ThK.shape[1]
     for b, slot in enumerate(sequences.slots):
+        running = held[slot].clone()
         for t in range(sequences.row_starts[b], sequences.row_starts[b + 1]):
             for h in range(v_THV.shape[1]):
                 q, k = q_ThK[t, h // shared].double(), k_ThK[t, h // shared].double()
                 q, k = (x / torch.sqrt(x @ x + 1e-6) for x in (q, k))
                 step = torch.log1p(torch.exp(a_TH[t, h].double() + dt_bias_H[h].double()))
-                s = held[slot, h] * torch.exp(-torch.exp(a_log_H[h].double()) * step)
+                s = running[h] * torch.exp(-torch.exp(a_log_H[h].double()) * step)
                 s = s + torch.outer(sigmoid(b_TH[t, h].double()) * (v_THV[t, h].double() - s @ k), k)
-                held[slot, h] = s
+                running[h] = s
                 out[t, h] = s @ q / q.shape[0] ** 0.5
-            if rows is not None:
-                rows[t] = held[slot]
-    return (out, held, out) if rows is None else (out, held, out, rows)
+            if t == committed(sequences, b):
+                held[slot] = running
+    return out, held, out
+
+
+def drawn(key: int, token: int) -> float:
+    """Return the noise of one token, from plain integers."""
+    z = (key + (token + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    u = ((z ^ (z >> 31)) >> 12) + 0.5
+    return -math.log(-math.log1p(-u / 2**52))
+
+
+def draw_token(logits_RV: Any, keys_R: Any = None, temperature_R: Any = None, *, first_id: int, used: int) -> Outputs:
+    scores, ids = [], []
+    for r, row in enumerate(logits_RV.tolist()):
+        t = 0.0 if keys_R is None else float(temperature_R[r])
+        noise = [drawn(int(keys_R[r]), first_id + i) if t else 0.0 for i in range(used)]
+        x = [a + t * b for a, b in zip(row, noise)]  # noqa: B905 - padding has none
+        scores.append(max(x, default=-math.inf))
+        ids.append(x.index(scores[-1]) if x else 0)
+    finite = [all(math.isfinite(x) for x in row) for row in logits_RV.tolist()]
+    return torch.tensor(finite).double(), torch.tensor(scores).double(), torch.tensor(ids).double()
+
+
+def log_sum_exp(logits_RV: Any) -> Outputs:
+    x = logits_RV.double()
+    top = x.sort(-1).values[:, -1]
+    return top, torch.exp(torch.logsumexp(x, -1) - top)
 
 
 ORACLES: Mapping[str, Callable[..., Outputs]] = {
@@ -222,6 +268,7 @@ ORACLES: Mapping[str, Callable[..., Outputs]] = {
     "add_rms_norm": add_rms_norm,
     "gated_rms_norm": gated_rms_norm,
     "linear": linear,
+    "quantise_rows": quantise_rows,
     "fp8_linear": fp8_linear,
     "silu_mul": silu_mul,
     "sigmoid_mul": sigmoid_mul,
@@ -234,4 +281,6 @@ ORACLES: Mapping[str, Callable[..., Outputs]] = {
     "causal_conv": causal_conv,
     "gdn_chunk": gated_delta_rule,
     "gdn_decode": gated_delta_rule,
+    "draw_token": draw_token,
+    "log_sum_exp": log_sum_exp,
 }

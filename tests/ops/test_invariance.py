@@ -13,7 +13,8 @@ import torch
 from rocm_serve.ops.attention_cases import attention_case
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import OPS
-from rocm_serve.ops.gdn_cases import gdn_case
+from rocm_serve.ops.causal_conv.cases import conv_case
+from rocm_serve.ops.gdn_cases import committing, gdn_case
 from rocm_serve.ops.inputs import block_fp8, normal, sequences_of
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -37,6 +38,8 @@ def rowwise(dtype: torch.dtype) -> dict[str, Callable[[torch.Tensor], Any]]:
     weight = normal(g, 96, 256, scale=1 / 16, dtype=dtype)
     fp8, scale = block_fp8(g, 384, 256, scale=1 / 16)
     w13, w2 = normal(g, 8, 192, 256, scale=1 / 16, dtype=dtype), normal(g, 8, 256, 96, scale=1 / 10, dtype=dtype)
+    (w13_fp8, s13), (w2_fp8, s2) = block_fp8(g, 8, 256, 256, scale=1 / 16), block_fp8(g, 8, 256, 128, scale=1 / 10)
+    sent = (w13_fp8, w2_fp8, s13, s2)
     cos, sin = torch.rand(50, 8, generator=g), torch.rand(50, 8, generator=g)
 
     def op(name: str) -> Any:
@@ -46,6 +49,12 @@ def rowwise(dtype: torch.dtype) -> dict[str, Callable[[torch.Tensor], Any]]:
         ids, weights = op("moe_route")(x[:, :8], top_k=3, renormalise=True)
         return op("moe_experts")(x, ids, weights, len(x), w13, w2, activation="bf16")
 
+    def sent_experts(x: torch.Tensor) -> torch.Tensor:
+        ids, weights = op("moe_route")(x[:, :8], top_k=3, renormalise=True)
+        rows, scales = op("quantise_rows")(x, dtype=torch.float8_e4m3fn)
+        fp8_rows = {"x_scale": scales, "activation": "fp8_1x128", "out_dtype": x.dtype}
+        return op("moe_experts")(rows, ids, weights, len(x), *sent, **fp8_rows)
+
     def turned(x: torch.Tensor) -> torch.Tensor:
         heads, at = x.view(-1, 4, 64), (x[:, 0].abs() * 10).long()
         return op("qk_norm_rope")(heads, heads[:, :2], head_weight, head_weight, cos, sin, at, eps=1e-6)[0].flatten(1)
@@ -54,7 +63,13 @@ def rowwise(dtype: torch.dtype) -> dict[str, Callable[[torch.Tensor], Any]]:
         heads = x.view(-1, 4, 64)
         return op("gated_rms_norm")(heads, heads.flip(1), head_weight, eps=1e-6, activation="silu").flatten(1)
 
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        logits, keys = x.float(), (x[:, 0].double() * 2**40).long()
+        return op("draw_token")(logits, keys, x[:, 1].float().clamp_min(0.0), first_id=9, used=250)[1]
+
     return {
+        "draw_token": drawn,
+        "log_sum_exp": lambda x: op("log_sum_exp")(x.float())[1],
         "rms_norm": lambda x: op("rms_norm")(x, norm_weight, eps=1e-6, plus_one=True),
         "gated_rms_norm": gated_norm,
         "linear": lambda x: op("linear")(x, weight),
@@ -65,6 +80,7 @@ def rowwise(dtype: torch.dtype) -> dict[str, Callable[[torch.Tensor], Any]]:
         "sigmoid_mul, a gate a row": lambda x: op("sigmoid_mul")(x, x[:, :1]),
         "moe_route": lambda x: op("moe_route")(x, top_k=3, renormalise=True)[1],
         "moe_experts": experts,
+        "moe_experts, rows sent as fp8": sent_experts,
         "qk_norm_rope": turned,
     }
 
@@ -188,17 +204,41 @@ def test_the_chunked_form_does_not_see_borders_at_multiples_of_64(heads: tuple[i
         assert torch.equal(made["state"], state)
 
 
-def test_many_recurrent_rows_at_once_give_the_bits_of_single_rows_and_every_state_between() -> None:
-    made: dict[str, Any] = gdn_case(G().manual_seed(10), torch.float32, rows=(5, 1), key=64, value=32)
+@pytest.mark.parametrize("sizes", [(64, 32), (128, 128), (7, 5)], ids=str)
+def test_many_recurrent_rows_at_once_give_the_bits_of_single_rows(sizes: tuple[int, int]) -> None:
+    made: dict[str, Any] = gdn_case(
+        G().manual_seed(10), torch.float32, rows=(5, 1), heads=6, key=sizes[0], value=sizes[1]
+    )
     op, start = OPS["gdn_decode"].reference, made["state"].clone()
-    rows = torch.full((made["out_THV"].shape[0], *start.shape[1:]), float("nan"))
-    together, state = op(**made, row_states=rows).clone(), made["state"].clone()
+    together, state = op(**made).clone(), made["state"].clone()
     made["state"], made["out_THV"] = start, torch.zeros_like(together)
-    first = one(made["sequences"], 0)
-    for row in range(5):
-        op(**(made | {"sequences": replace(first, row_starts=(row, row + 1))}))
-        assert torch.equal(start[first.slots[0]], rows[row])
-    op(**(made | {"sequences": one(made["sequences"], 1)}))
+    for b, row in ((0, 0), (0, 1), (1, 5), (0, 2), (0, 3), (0, 4)):
+        op(**(made | {"sequences": replace(one(made["sequences"], b), row_starts=(row, row + 1))}))
     assert torch.equal(made["out_THV"], together)
     assert torch.equal(made["state"], state)
-    assert not rows[:6].isnan().any() and rows[6:].isnan().all()
+
+
+@pytest.mark.parametrize("commit", range(6))
+@pytest.mark.parametrize("name", ["causal_conv", "gdn_decode"])
+def test_states_are_kept_after_the_committed_rows_and_rows_behind_them_read_the_same(name: str, commit: int) -> None:
+    """The committed states are those of a call that ends there; the results are those of a call that commits all."""
+    g, op = G().manual_seed(11 + commit), OPS[name].reference
+    if name == "gdn_decode":
+        made: dict[str, Any] = gdn_case(g, torch.float32, rows=(5, 2), heads=6, key=33, value=20)
+    else:
+        made = conv_case(g, torch.float32, rows=(5, 2))
+    start, whole = made["state"], made["sequences"]
+
+    def ran(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+        fresh = {key: torch.zeros_like(x) for key, x in made.items() if key == "out_THV"}
+        state = start.clone()
+        return op(**(made | fresh | {"state": state, "sequences": sequences})), state
+
+    result, state = ran(committing(whole, (commit, 2)))
+    assert torch.equal(result, ran(whole)[0])
+    shorter = ran(replace(one(whole, 0), row_starts=(0, commit)))[1] if commit else start
+    slots = [one(whole, b).slots[0] for b in (0, 1)]
+    assert torch.equal(state[slots[0]], shorter[slots[0]])
+    assert torch.equal(state[slots[1]], ran(one(whole, 1))[1][slots[1]])
+    others = [slot for slot in range(len(state)) if slot not in slots]
+    assert torch.equal(state[others], start[others])

@@ -29,6 +29,8 @@ SCALARS: dict[tuple[str, str], Any] = {
     ("moe_route", "renormalise"): True,
     ("moe_experts", "num_rows"): 1,
     ("moe_experts", "activation"): "bf16",
+    ("moe_experts", "out_dtype"): torch.float32,
+    ("quantise_rows", "dtype"): torch.float8_e4m3fnuz,
     ("qk_norm_rope", "eps"): 1e-4,
     ("kv_write", "k_scale"): 1.0,
     ("kv_write", "v_scale"): 1.0,
@@ -38,8 +40,8 @@ SCALARS: dict[tuple[str, str], Any] = {
     ("attention_decode", "scale"): 0.2,
     ("attention_decode", "k_scale"): 1.0,
     ("attention_decode", "v_scale"): 1.0,
-    ("causal_conv", "row_states"): None,
-    ("gdn_decode", "row_states"): None,
+    ("draw_token", "first_id"): 5,
+    ("draw_token", "used"): 7,
 }
 
 
@@ -89,6 +91,12 @@ def test_results_have_the_dtype_of_the_rows(name: str) -> None:
     result = op.reference(**made)
     if name == "moe_route":
         assert [r.dtype for r in result] == [torch.int32, torch.float32]
+    elif name == "quantise_rows":
+        assert [r.dtype for r in result] == [torch.float8_e4m3fn, torch.float32]
+    elif name == "draw_token":
+        assert [r.dtype for r in result] == [torch.bool, torch.float32, torch.int64]
+    elif name == "log_sum_exp":
+        assert [r.dtype for r in result] == [torch.float32, torch.float32]
     elif name != "kv_write":
         assert {r.dtype for r in (result if isinstance(result, tuple) else (result,))} == {torch.bfloat16}
 

@@ -12,7 +12,7 @@ from rocm_serve.layers.attention import GatedAttention
 from rocm_serve.layers.embedding import VocabParallelEmbedding
 from rocm_serve.layers.gated_delta_net import GatedDeltaNet
 from rocm_serve.layers.mlp import GatedMLP
-from rocm_serve.layers.moe import SparseMoe
+from rocm_serve.layers.moe import ExpertWiring, SparseMoe
 from rocm_serve.layers.norm import RMSNorm
 from rocm_serve.layers.rotary import RotaryTable, rotary_table
 from rocm_serve.layers.weights import Weights
@@ -20,8 +20,9 @@ from rocm_serve.models.qwen3_5.spec import ModelFacts
 from rocm_serve.ops.batch import ForwardBatch
 from rocm_serve.ops.bind import BoundOps
 from rocm_serve.parallel.comm import Comm
+from rocm_serve.parallel.expert_map import DRAFT_LAYER
 
-DRAFT_CACHE_KEY = -1
+DRAFT_CACHE_KEY = DRAFT_LAYER
 
 
 def rotary_of(facts: ModelFacts, device: torch.device) -> RotaryTable:
@@ -36,7 +37,7 @@ def rotary_of(facts: ModelFacts, device: torch.device) -> RotaryTable:
 
 
 class DecoderLayer(nn.Module):
-    """h += mixer(norm(h)); h += mlp(norm(h)). Two all-reduces: after the mixer and after the MLP."""
+    """h += mixer(norm(h)); h += mlp(norm(h)). Two sums over ranks: after the mixer and after the MLP."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class DecoderLayer(nn.Module):
         *,
         full_attention: bool,
         cache_key: int,
+        experts: ExpertWiring | None,
     ) -> None:
         super().__init__()
         eps = facts.rms_norm_eps
@@ -82,7 +84,13 @@ class DecoderLayer(nn.Module):
         self.mlp: SparseMoe | GatedMLP
         if facts.is_moe:
             self.mlp = SparseMoe(
-                weights.under("mlp"), ops, comm, top_k=facts.top_k, renormalise=facts.renormalise_top_k
+                weights.under("mlp"),
+                ops,
+                comm,
+                top_k=facts.top_k,
+                renormalise=facts.renormalise_top_k,
+                exchange=None if experts is None else experts.exchanges[cache_key],
+                places=None if experts is None else experts.plan.of_layer(cache_key, facts.num_experts),
             )
         else:
             self.mlp = GatedMLP(weights.under("mlp"), ops, comm)
@@ -101,7 +109,8 @@ class Qwen3_5Model(nn.Module):
 
     Layers are MoE or dense as the model's facts say. With `is_nextn` it is the draft head's decoder: one
     full-attention layer with its own cache, always normed at the end, embedding of its own only when the table has
-    one. Module names are those of the parameter table below `weights`.
+    one. Module names are those of the parameter table below `weights`. `experts`: None for all of them on every rank,
+    or cut over tensor parallelism alone.
     """
 
     def __init__(
@@ -113,6 +122,7 @@ class Qwen3_5Model(nn.Module):
         comm: Comm,
         *,
         is_nextn: bool = False,
+        experts: ExpertWiring | None = None,
     ) -> None:
         super().__init__()
         self.num_layers = 1 if is_nextn else facts.num_layers
@@ -130,6 +140,7 @@ class Qwen3_5Model(nn.Module):
                     self.rotary,
                     full_attention=is_nextn or facts.layer_types[i] == "full_attention",
                     cache_key=DRAFT_CACHE_KEY if is_nextn else i,
+                    experts=experts,
                 )
                 for i in layers
             }
@@ -185,6 +196,8 @@ class Qwen3_5MoeModel(Qwen3_5Model):
         weights: Weights,
         ops: BoundOps,
         comm: Comm,
+        *,
+        experts: ExpertWiring | None = None,
     ) -> None:
         assert facts.is_moe, f"{facts.architecture} is dense"
-        super().__init__(facts, layers, weights, ops, comm)
+        super().__init__(facts, layers, weights, ops, comm, experts=experts)

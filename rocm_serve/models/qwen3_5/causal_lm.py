@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from rocm_serve.layers.embedding import LMHead
-from rocm_serve.layers.weights import Weights
+from rocm_serve.layers.moe import ExpertWiring
+from rocm_serve.layers.weights import OpWeights, Weights
 from rocm_serve.models.qwen3_5.backbone import Qwen3_5Model, Qwen3_5MoeModel
 from rocm_serve.models.qwen3_5.mtp import Qwen3_5ForCausalLMMTP
 from rocm_serve.models.qwen3_5.spec import ModelFacts
@@ -27,10 +28,18 @@ class Qwen3_5ForCausalLM(nn.Module):
     backbone: type[Qwen3_5Model] = Qwen3_5Model
 
     def __init__(
-        self, facts: ModelFacts, layers: Sequence[int], weights: Weights, ops: BoundOps, comm: Comm, *, mtp: bool
+        self,
+        facts: ModelFacts,
+        layers: Sequence[int],
+        weights: Weights,
+        ops: BoundOps,
+        comm: Comm,
+        *,
+        mtp: bool,
+        experts: ExpertWiring | None = None,
     ) -> None:
         super().__init__()
-        self.model = self.backbone(facts, layers, weights.under("model"), ops, comm)
+        self.model = self.backbone(facts, layers, weights.under("model"), ops, comm, experts=experts)
         self.lm_head: LMHead | None = None
         if weights.has("lm_head.weight"):
             self.lm_head = LMHead(weights.under("lm_head"), ops)
@@ -44,6 +53,7 @@ class Qwen3_5ForCausalLM(nn.Module):
                 comm,
                 embed=None if embed is None else embed.forward,
                 head=self.lm_head.forward,
+                experts=experts,
             )
 
     def forward(self, batch: ForwardBatch, hidden_TH: torch.Tensor | None) -> torch.Tensor:
@@ -60,8 +70,11 @@ class Qwen3_5ForCausalLM(nn.Module):
         return self.model.capture_hidden(layers)
 
     def prepare(self) -> None:
-        """Bring loaded weights into the form that the bound ops read. The reference reads them as they are."""
+        """Lay loaded weights out as the bound ops read them, layer by layer. The reference reads them as they are."""
         self.eval()
+        for module in self.modules():
+            if isinstance(module, OpWeights):
+                module.prepare()
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rocm_serve.layers.linear import Linear
+from rocm_serve.layers.moe import ExpertWiring
 from rocm_serve.layers.norm import RMSNorm
 from rocm_serve.layers.weights import Weights
 from rocm_serve.models.qwen3_5.backbone import Qwen3_5Model
@@ -33,13 +34,14 @@ class Qwen3_5ForCausalLMMTP(nn.Module):
         *,
         embed: Callable[[torch.Tensor], torch.Tensor] | None,
         head: Callable[[torch.Tensor], torch.Tensor],
+        experts: ExpertWiring | None = None,
     ) -> None:
         super().__init__()
         eps = facts.rms_norm_eps
         self.fc = Linear(weights.under("fc"), ops)
         self.pre_fc_norm_embedding = RMSNorm(weights.under("pre_fc_norm_embedding"), ops, eps=eps)
         self.pre_fc_norm_hidden = RMSNorm(weights.under("pre_fc_norm_hidden"), ops, eps=eps)
-        decoder = Qwen3_5Model(facts, range(facts.mtp_layers), weights, ops, comm, is_nextn=True)
+        decoder = Qwen3_5Model(facts, range(facts.mtp_layers), weights, ops, comm, is_nextn=True, experts=experts)
         self.layers, self.norm, self.embed_tokens = decoder.layers, decoder.norm, decoder.embed_tokens
         self._decoder = (decoder,)
         own = decoder.embed_tokens

@@ -6,15 +6,15 @@ stripped, see checkpoint/rules.py). The table does not depend on the tensor-para
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Protocol
 
 from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec_facts import ModelFacts, Quantization, Rope, Yarn, parse_config
-from rocm_serve.parallel.layout import Axis, Band, Param, ParamDtype, Part, Split, check_degree
+from rocm_serve.models.qwen3_5.spec_formats import ConfigFormats, Formats, promised_fp8, scale_key
+from rocm_serve.parallel.expert_map import DRAFT_LAYER, ExpertPlan
+from rocm_serve.parallel.layout import Axis, Band, Param, ParamDtype, Part, Split, check_degrees
 from rocm_serve.parallel.mesh import Coord, split_layers
 
 __all__ = [
@@ -33,55 +33,7 @@ __all__ = [
 ]
 
 
-class Formats(Protocol):
-    """How a checkpoint stores what can be stored in more than one way; asked per tensor, never remembered."""
-
-    def fused(self, stem: str) -> bool:
-        """Say whether `stem` (`...mlp.experts.gate_up_proj`) is one tensor of all experts."""
-        ...
-
-    def fp8(self, key: str) -> bool:
-        """Say whether the weight tensor `key` is block FP8 with a scale."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigFormats:
-    """What the configuration alone promises: published files store FP8 experts one by one, BF16 ones fused."""
-
-    facts: ModelFacts
-
-    def fused(self, stem: str) -> bool:
-        return not promised_fp8(self.facts, stem)
-
-    def fp8(self, key: str) -> bool:
-        return promised_fp8(self.facts, key)
-
-
-def scale_key(key: str) -> str:
-    """Name the scale tensor of a weight: `x.weight` has `x.weight_scale_inv`, `experts.down_proj` its own."""
-    return key + "_scale_inv"
-
-
-_FP8_LINEAR = re.compile(
-    r"\.(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj)"
-    r"|mlp(\.shared_expert|\.experts\.\d+)?\.(gate|up|down)_proj|mlp\.experts\.(gate_up|down)_proj)(\.weight)?"
-)
-
-
-def promised_fp8(facts: ModelFacts, key: str) -> bool:
-    """Say whether the configuration promises that the weight tensor `key` is FP8.
-
-    An entry of modules_to_not_convert excludes the module of that name and those below it, and every module whose
-    name ends in it (`model.layers.0.self_attn`, `mlp.shared_expert.up_proj`).
-    """
-    quant = facts.quantization
-    if quant is None or not _FP8_LINEAR.search(key):
-        return False
-    words = key.removesuffix(".weight").split(".")
-    heads = (".".join(words[:n]) for n in range(1, len(words) + 1))
-    tails = (".".join(words[n:]) for n in range(1, len(words)))
-    return quant.not_converted.isdisjoint(heads) and quant.not_converted.isdisjoint(tails)
+_PLAIN = ExpertPlan()
 
 
 def stage_layers(facts: ModelFacts, coord: Coord) -> range:
@@ -103,29 +55,32 @@ def one_of_each(facts: ModelFacts) -> ModelFacts:
     return replace(facts, num_layers=some, layer_types=facts.layer_types[:some])
 
 
-def stage_params(facts: ModelFacts, coord: Coord, *, formats: Formats, mtp: bool) -> dict[str, Param]:
+def stage_params(
+    facts: ModelFacts, coord: Coord, *, formats: Formats, mtp: bool, experts: ExpertPlan = _PLAIN
+) -> dict[str, Param]:
     """Make the table of this stage's parameters, by runtime name.
 
+    `experts`: where they are; its degree is the mesh's.
     Errors: UserError for an illegal degree, for MTP that the model lacks, for weights of one fused projection that
-    are stored in different precisions.
+    are stored in different precisions, for a placement that is not one of this model's experts.
     """
+    assert experts.ep == coord.mesh.ep, f"experts over {experts.ep} ranks, a mesh with ep {coord.mesh.ep}"
     if mtp and not facts.mtp_layers:
         raise UserError("the MTP layer was asked for, but the model has none (mtp_num_hidden_layers is 0)")
-    table = _Table(facts, formats)
+    table = _Table(facts, formats, experts)
     params: list[Param] = []
     layers = stage_layers(facts, coord)
     if coord.first_stage:
         params.append(table.vocabulary("model.embed_tokens.weight", "model.embed_tokens.weight"))
     for layer in layers:
-        params += table.layer(f"model.layers.{layer}", facts.layer_types[layer] == "full_attention")
+        params += table.layer(f"model.layers.{layer}", layer, facts.layer_types[layer] == "full_attention")
     if coord.last_stage:
         head = "model.embed_tokens.weight" if facts.tie_word_embeddings else "lm_head.weight"
         params += [table.whole("model.norm.weight", facts.hidden_size), table.vocabulary("lm_head.weight", head)]
         if mtp:
             params += table.mtp(own_embedding=not coord.first_stage)
     splits = [split for param in params for split in param.splits]
-    check_degree(splits, coord.mesh.tp)
-    check_degree(splits, coord.mesh.ep, Axis.EP)
+    check_degrees(splits, coord.mesh.tp, coord.mesh.ep)
     return {param.name: param for param in params}
 
 
@@ -137,6 +92,12 @@ class _Cut:
     units: int = 0
     what: str = ""
     repeat: bool = False
+    axis: Axis = Axis.TP
+
+    @classmethod
+    def each(cls, size: int, what: str, axis: Axis = Axis.TP) -> _Cut:
+        """Make a cut between any two elements."""
+        return cls(size, size, what, axis=axis)
 
     def band(self, block: int) -> Band:
         """Make the band; with `block` above 1 no scale block is cut either."""
@@ -145,8 +106,8 @@ class _Cut:
         piece = lcm(self.size // self.units, block)
         units = self.size // piece if self.size % piece == 0 else 1
         if units == self.units:
-            return Band(self.size, Split(units, self.what, repeat=self.repeat))
-        return Band(self.size, Split(units, f"FP8 block{'s' * (units > 1)} ({block} wide) of {self.what}"))
+            return Band(self.size, Split(units, self.what, self.axis, repeat=self.repeat))
+        return Band(self.size, Split(units, f"FP8 block{'s' * (units > 1)} ({block} wide) of {self.what}", self.axis))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +123,10 @@ class _Rows:
 class _Table:
     """Writes down the parameters of one model, layer by layer."""
 
-    def __init__(self, facts: ModelFacts, formats: Formats) -> None:
+    def __init__(self, facts: ModelFacts, formats: Formats, experts: ExpertPlan) -> None:
         self.facts = facts
         self.formats = formats
+        self.experts = experts
         self.block = facts.quantization.block[0] if facts.quantization else 128
 
     def whole(self, name: str, *shape: int, dtype: ParamDtype = "model") -> Param:
@@ -172,18 +134,18 @@ class _Table:
         return self._plain(name, [_Rows(name, _Cut(shape[0]))], *shape[1:], dtype=dtype)
 
     def vocabulary(self, name: str, key: str) -> Param:
-        rows = _Cut(self.facts.vocab_size, self.facts.vocab_size, "vocabulary rows")
+        rows = _Cut.each(self.facts.vocab_size, "vocabulary rows")
         return self._plain(name, [_Rows(key, rows)], self.facts.hidden_size)
 
-    def layer(self, prefix: str, full_attention: bool) -> Iterator[Param]:
+    def layer(self, prefix: str, layer: int, full_attention: bool) -> Iterator[Param]:
         hidden = self.facts.hidden_size
         yield self.whole(f"{prefix}.input_layernorm.weight", hidden)
         yield self.whole(f"{prefix}.post_attention_layernorm.weight", hidden)
         yield from self._attention(f"{prefix}.self_attn") if full_attention else self._gdn(f"{prefix}.linear_attn")
         yield from (
-            self._moe(f"{prefix}.mlp")
+            self._moe(f"{prefix}.mlp", layer)
             if self.facts.is_moe
-            else self._mlp(f"{prefix}.mlp", self.facts.intermediate_size, "MLP columns")
+            else self._mlp(f"{prefix}.mlp", _Cut.each(self.facts.intermediate_size, "MLP columns"))
         )
 
     def mtp(self, *, own_embedding: bool) -> Iterator[Param]:
@@ -193,7 +155,7 @@ class _Table:
         yield self.whole("mtp.fc.weight", hidden, 2 * hidden)
         for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             yield self.whole(f"mtp.{norm}.weight", hidden)
-        yield from self.layer("mtp.layers.0", full_attention=True)
+        yield from self.layer("mtp.layers.0", DRAFT_LAYER, full_attention=True)
 
     def _attention(self, prefix: str) -> Iterator[Param]:
         f = self.facts
@@ -211,7 +173,7 @@ class _Table:
         f = self.facts
         key = _Cut(f.key_dim, f.linear_num_key_heads, "GDN key heads")
         value = _Cut(f.value_dim, f.linear_num_value_heads, "GDN value heads")
-        head = _Cut(f.linear_num_value_heads, f.linear_num_value_heads, "GDN value heads")
+        head = _Cut.each(f.linear_num_value_heads, "GDN value heads")
 
         def qkv(name: str) -> list[_Rows]:
             total = 2 * key.size + value.size
@@ -228,39 +190,51 @@ class _Table:
         yield self.whole(f"{prefix}.norm.weight", f.linear_value_head_dim)
         yield from self._row_parallel(f"{prefix}.out_proj.weight", value)
 
-    def _mlp(self, prefix: str, size: int, what: str) -> Iterator[Param]:
-        cut = _Cut(size, size, what)
+    def _mlp(self, prefix: str, cut: _Cut) -> Iterator[Param]:
         rows = [_Rows(f"{prefix}.{x}_proj.weight", cut) for x in ("gate", "up")]
         yield from self._linear(f"{prefix}.gate_up_proj.weight", rows, _Cut(self.facts.hidden_size))
         yield from self._row_parallel(f"{prefix}.down_proj.weight", cut)
 
-    def _moe(self, prefix: str) -> Iterator[Param]:
+    def _moe(self, prefix: str, layer: int) -> Iterator[Param]:
         f = self.facts
+        slots = self.experts.slots_of(layer, f.num_experts)
+        shared = f.shared_intermediate_size
         yield self.whole(f"{prefix}.gate.weight", f.num_experts, f.hidden_size)
         yield self.whole(f"{prefix}.shared_expert_gate.weight", 1, f.hidden_size)
-        yield from self._mlp(f"{prefix}.shared_expert", f.shared_intermediate_size, "shared expert columns")
-        wide = _Cut(f.moe_intermediate_size, f.moe_intermediate_size, "expert columns")
+        whole = self.experts.shared_is_whole(layer)
+        yield from self._mlp(
+            f"{prefix}.shared_expert", _Cut(shared) if whole else _Cut.each(shared, "shared expert columns")
+        )
+        wide = _Cut.each(f.moe_intermediate_size, "expert columns", Axis.ETP)
         hidden = _Cut(f.hidden_size)
-        yield from self._experts(f"{prefix}.experts", "gate_up_proj", ("gate_proj", "up_proj"), wide, hidden)
-        yield from self._experts(f"{prefix}.experts", "down_proj", ("down_proj",), hidden, wide)
+        stacks = (("gate_up_proj", ("gate_proj", "up_proj"), wide, hidden), ("down_proj", ("down_proj",), hidden, wide))
+        for name, each, rows, columns in stacks:
+            yield from self._experts(f"{prefix}.experts", name, each, rows, columns, slots)
 
-    def _experts(self, prefix: str, name: str, each: tuple[str, ...], rows: _Cut, columns: _Cut) -> Iterator[Param]:
-        """Stack the experts: from one fused tensor, or from each expert's own tensors."""
+    def _experts(
+        self, prefix: str, name: str, each: tuple[str, ...], rows: _Cut, columns: _Cut, slots: tuple[int, ...]
+    ) -> Iterator[Param]:
+        """Stack the experts slot by slot: from one fused tensor, or from each expert's own tensors."""
         experts = self.facts.num_experts
         stem = f"{prefix}.{name}"
         source: tuple[int, ...]
         if self.formats.fused(stem):
             source = (experts, len(each) * rows.size, columns.size)
-            parts = tuple(Part(stem, source, (0, i, 0), (0, i * rows.size, 0)) for i in range(len(each)))
+            plain = slots == tuple(range(experts))
+            moved = [(0, None)] if plain else [(e, p) for p, e in enumerate(slots)]
+            parts = tuple(
+                Part(stem, source, (0, i, 0), (e, i * rows.size, 0), at=p) for e, p in moved for i in range(len(each))
+            )
         else:
             source = (rows.size, columns.size)
             parts = tuple(
-                Part(f"{prefix}.{e}.{own}.weight", source, (0, i, 0), (0, 0), at=e)
-                for e in range(experts)
+                Part(f"{prefix}.{e}.{own}.weight", source, (0, i, 0), (0, 0), at=p)
+                for p, e in enumerate(slots)
                 for i, own in enumerate(each)
             )
         block = self._block_of(stem, parts)
-        bands = ((Band(experts, Split(experts, "experts", Axis.EP)),), (rows.band(block),) * len(each))
+        held = "experts" if len(slots) == experts else "expert slots"
+        bands = ((Band(len(slots), Split(len(slots), held, Axis.EP)),), (rows.band(block),) * len(each))
         yield from self._with_scale(stem, (*bands, (columns.band(block),)), parts, block)
 
     def _row_parallel(self, name: str, columns: _Cut) -> Iterator[Param]:

@@ -15,14 +15,12 @@ def causal_conv(
     weight_CK: torch.Tensor,
     state: torch.Tensor,
     sequences: Sequences,
-    *,
-    row_states: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Convolve each channel over time, then apply SiLU; carry each sequence's last K - 1 rows in `state`.
 
     Shapes: u [T, C], weight [C, K] (the last tap meets the current row), state [slots + 1, K - 1, C] oldest first,
-    rewritten in place -> [T, C], dtype of u; rows outside the sequences come out as zeros. `row_states`
-    [T, K - 1, C], when given, receives the state after each row.
+    rewritten in place -> [T, C], dtype of u; rows outside the sequences come out as zeros. With `commits` the state
+    is the one after so many rows of a sequence.
     Numerics: fp32 inside, one rounding; the state is the rows themselves. A cleared slot is the start of a sequence.
     """
     carried = weight_CK.shape[1] - 1
@@ -32,8 +30,9 @@ def causal_conv(
         first, last = sequences.row_starts[b], sequences.row_starts[b + 1]
         pieces += [state[slot].to(u_TC.dtype), u_TC[first:last]]
         taps.append(torch.arange(at, at + last - first))
+        kept = at + (last - first if sequences.commits is None else sequences.commits[b])
+        ends.append(torch.arange(kept, kept + carried))
         at += carried + last - first
-        ends.append(torch.arange(at - carried, at))
     y_TC = torch.zeros_like(u_TC)
     if not pieces:
         return y_TC
@@ -47,7 +46,4 @@ def causal_conv(
             total += wide[some + j].mul_(weight_KC[j])
         y_TC[first_row + at : first_row + at + len(some)] = steady_(silu_, total)
     state[sequences.slots_B.long()] = joined[torch.stack(ends).to(u_TC.device)].to(state.dtype)
-    if row_states is not None:
-        after = taps_N[:, None] + torch.arange(1, carried + 1, device=u_TC.device)
-        row_states[sequences.rows] = joined[after].to(row_states.dtype)
     return y_TC

@@ -10,7 +10,7 @@ from rocm_serve.ops.contract import Arguments, Case
 from rocm_serve.ops.inputs import normal
 
 
-def _case(
+def gated_norm_case(
     g: torch.Generator,
     dtype: torch.dtype,
     *,
@@ -19,6 +19,7 @@ def _case(
     eps: float = 1e-6,
     activation: str = "silu",
 ) -> Arguments:
+    """Rows of heads with their gates."""
     return {
         "x_THD": normal(g, *shape, scale=scale, dtype=dtype),
         "gate_THD": normal(g, *shape, scale=2.0, dtype=dtype),
@@ -29,9 +30,9 @@ def _case(
 
 
 CASES: dict[str, Case] = {
-    "no rows": partial(_case, shape=(0, 4, 128)),
-    "one row": partial(_case, shape=(1, 16, 128)),
-    "odd sizes": partial(_case, shape=(13, 3, 40)),
-    "sigmoid": partial(_case, shape=(5, 4, 128), activation="sigmoid"),
-    "eps matters": partial(_case, shape=(5, 4, 128), scale=1e-3, eps=1e-5),
+    "no rows": partial(gated_norm_case, shape=(0, 4, 128)),
+    "one row": partial(gated_norm_case, shape=(1, 16, 128)),
+    "odd sizes": partial(gated_norm_case, shape=(13, 3, 40)),
+    "sigmoid": partial(gated_norm_case, shape=(5, 4, 128), activation="sigmoid"),
+    "eps matters": partial(gated_norm_case, shape=(5, 4, 128), scale=1e-3, eps=1e-5),
 }

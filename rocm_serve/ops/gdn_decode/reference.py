@@ -23,14 +23,12 @@ def gdn_decode(
     state: torch.Tensor,
     sequences: Sequences,
     out_THV: torch.Tensor,
-    *,
-    row_states: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Advance each sequence's state row by row and write what the rows read to their rows of `out`.
 
     Shapes: q, k [T, h, K], v, out [T, H, V], a, b [T, H], A_log, dt_bias [H], state fp32 [slots + 1, H, V, K],
-    advanced in place; value head i uses key head i // r -> out. Any number of rows a sequence. `row_states`
-    [T, H, V, K], when given, receives the state after each row, so that rejected drafts can be rolled back.
+    advanced in place; value head i uses key head i // r -> out. Any number of rows a sequence. With `commits` the
+    state is the one after so many rows of a sequence: the rows behind them, drafts, run on a copy.
     Numerics: fp32 inside, one rounding; n rows at once give the bits of n calls with one row.
     Source: S = exp(g) S; d = beta (v - S k); S += d k^T; o = S q, with q and k of length one and q / sqrt(K).
     """
@@ -47,13 +45,16 @@ def gdn_decode(
     for b, slot in enumerate(sequences.slots):
         s_HVK = state[slot]
         s_hvK = s_HVK.view(key_heads, -1, key)
-        for row in range(sequences.row_starts[b], sequences.row_starts[b + 1]):
+        first, last = sequences.row_starts[b], sequences.row_starts[b + 1]
+        draft = last if sequences.commits is None else first + sequences.commits[b]
+        for row in range(first, last):
+            if row == draft:
+                s_HVK = s_HVK.clone()
+                s_hvK = s_HVK.view(key_heads, -1, key)
             i = row - rows.start
             s_HVK *= decay[i]
             sk_HV, sq_HV = (x.reshape(heads, value) for x in torch.bmm(kq[i], s_hvK.transpose(1, 2)).unbind(1))
             d_HV = (v[i] - sk_HV) * beta[i, :, None]
             s_hvK.baddbmm_(d_HV.view(key_heads, -1, 1), k[i, :, None, :])
             out_THV[row] = (sq_HV + d_HV * k_dot_q[i, :, None]).to(out_THV.dtype)
-            if row_states is not None:
-                row_states[row] = s_HVK
     return out_THV

@@ -10,7 +10,7 @@ from rocm_serve.ops.contract import Arguments, Case
 from rocm_serve.ops.inputs import normal
 
 
-def _case(
+def kv_case(
     g: torch.Generator,
     dtype: torch.dtype,
     *,
@@ -23,6 +23,7 @@ def _case(
     v_scale: float = 1.0,
     magnitude: float = 1.0,
 ) -> Arguments:
+    """Rows and the shuffled places of pages where they go."""
     shape = (n // page_size + 3, page_size, kv_heads, d)
     return {
         "k_NGD": normal(g, n, kv_heads, d, scale=magnitude, dtype=dtype),
@@ -37,12 +38,12 @@ def _case(
 
 _FP8 = torch.float8_e4m3fn
 CASES: dict[str, Case] = {
-    "no rows": partial(_case, n=0),
-    "one row": partial(_case, n=1),
-    "odd sizes": partial(_case, n=37, kv_heads=3, d=20, page_size=5),
-    "float32 pages": partial(_case, n=9, stored=torch.float32),
-    "bf16 pages": partial(_case, n=9, stored=torch.bfloat16),
-    "fp8 pages": partial(_case, n=9, stored=_FP8),
-    "fp8 pages, too large": partial(_case, n=9, stored=_FP8, magnitude=500.0),
-    "fp8 pages, scales": partial(_case, n=9, stored=_FP8, k_scale=0.25, v_scale=3.0),
+    "no rows": partial(kv_case, n=0),
+    "one row": partial(kv_case, n=1),
+    "odd sizes": partial(kv_case, n=37, kv_heads=3, d=20, page_size=5),
+    "float32 pages": partial(kv_case, n=9, stored=torch.float32),
+    "bf16 pages": partial(kv_case, n=9, stored=torch.bfloat16),
+    "fp8 pages": partial(kv_case, n=9, stored=_FP8),
+    "fp8 pages, too large": partial(kv_case, n=9, stored=_FP8, magnitude=500.0),
+    "fp8 pages, scales": partial(kv_case, n=9, stored=_FP8, k_scale=0.25, v_scale=3.0),
 }

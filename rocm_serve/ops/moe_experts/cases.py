@@ -7,10 +7,11 @@ from functools import partial
 import torch
 
 from rocm_serve.ops.contract import Arguments, Case
+from rocm_serve.ops.fp8 import FN, quantise_rows
 from rocm_serve.ops.inputs import block_fp8, normal
 
 
-def _case(
+def experts_case(
     g: torch.Generator,
     dtype: torch.dtype,
     *,
@@ -18,25 +19,41 @@ def _case(
     h: int = 128,
     i: int = 128,
     e: int = 8,
+    e_all: int | None = None,
     k: int = 3,
     live: int | None = None,
     fp8: bool = False,
     activation: str = "bf16",
     elsewhere: bool = False,
     one_expert: bool = False,
+    quantised: bool = False,
+    counted: bool = False,
 ) -> Arguments:
-    ids = torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(t)]) if t else torch.empty(0, k)
+    """Rows, their choices and the stacked experts.
+
+    `e_all`: experts over all ranks, the first `e` here. `quantised`: rows of FP8, as another rank sent them.
+    `counted`: how many live is known on the device only.
+    """
+    ids = torch.stack([torch.randperm(e_all or e, generator=g)[:k] for _ in range(t)]) if t else torch.empty(0, k)
+    ids[ids >= e] = -1
     if elsewhere:
         ids[torch.rand(ids.shape, generator=g) < 0.4] = -1
     if one_expert:
         ids[:, 0] = e - 1
     arguments: Arguments = {
         "x_TH": normal(g, t, h, dtype=dtype),
+        "x_scale": None,
         "ids_Tk": ids.to(torch.int32),
         "weights_Tk": torch.rand(t, k, generator=g),
         "num_rows": t if live is None else live,
         "activation": activation,
+        "out_dtype": None,
     }
+    if counted:
+        arguments["num_rows"] = torch.tensor([arguments["num_rows"]], dtype=torch.int32)
+    if quantised:
+        q, s = quantise_rows(normal(g, t, h, dtype=dtype), FN)
+        arguments |= {"x_TH": q, "x_scale": s, "out_dtype": dtype}
     if not fp8:
         w13, w2 = normal(g, e, 2 * i, h, scale=h**-0.5, dtype=dtype), normal(g, e, h, i, scale=i**-0.5, dtype=dtype)
         return arguments | {"w13_EIH": w13, "w2_EHI": w2}
@@ -45,14 +62,18 @@ def _case(
 
 
 CASES: dict[str, Case] = {
-    "no rows": partial(_case, t=0),
-    "no live rows": partial(_case, t=5, live=0),
-    "one row": partial(_case, t=1),
-    "odd sizes": partial(_case, t=37, h=72, i=40, e=5, k=2),
-    "padding rows": partial(_case, t=9, live=6),
-    "experts elsewhere": partial(_case, t=21, elsewhere=True),
-    "all to one expert": partial(_case, t=70, k=1, one_expert=True),
-    "fp8 weights": partial(_case, t=21, h=256, i=384, fp8=True),
-    "fp8 weights and rows": partial(_case, t=21, h=256, i=384, fp8=True, activation="fp8_1x128"),
-    "fp8 rows, plain weights": partial(_case, t=4, activation="fp8_1x128"),
+    "no rows": partial(experts_case, t=0),
+    "no live rows": partial(experts_case, t=5, live=0),
+    "one row": partial(experts_case, t=1),
+    "odd sizes": partial(experts_case, t=37, h=72, i=40, e=5, k=2),
+    "padding rows": partial(experts_case, t=9, live=6),
+    "experts elsewhere": partial(experts_case, t=21, elsewhere=True),
+    "all to one expert": partial(experts_case, t=70, k=1, one_expert=True),
+    "fp8 weights": partial(experts_case, t=21, h=256, i=384, fp8=True),
+    "fp8 weights and rows": partial(experts_case, t=21, h=256, i=384, fp8=True, activation="fp8_1x128"),
+    "rows sent as fp8": partial(
+        experts_case, t=21, live=17, h=256, i=128, fp8=True, activation="fp8_1x128", quantised=True, elsewhere=True
+    ),
+    "no rows sent as fp8": partial(experts_case, t=0, fp8=True, activation="fp8_1x128", quantised=True),
+    "fp8 rows, plain weights": partial(experts_case, t=4, activation="fp8_1x128"),
 }

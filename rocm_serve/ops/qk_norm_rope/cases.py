@@ -10,7 +10,7 @@ from rocm_serve.ops.contract import Arguments, Case
 from rocm_serve.ops.inputs import normal
 
 
-def _case(
+def qk_case(
     g: torch.Generator,
     dtype: torch.dtype,
     *,
@@ -22,6 +22,7 @@ def _case(
     scale: float = 1.0,
     eps: float = 1e-6,
 ) -> Arguments:
+    """Query heads cut out of wider rows, key heads, and a table of angles."""
     angle = torch.arange(600)[:, None] * 1e4 ** (-torch.arange(0, rotated, 2) / rotated)
     return {
         "q_THD": normal(g, t, heads, 2 * d, scale=scale, dtype=dtype)[..., :d],
@@ -36,10 +37,10 @@ def _case(
 
 
 CASES: dict[str, Case] = {
-    "no rows": partial(_case, t=0),
-    "one row": partial(_case, t=1),
-    "odd sizes": partial(_case, t=37, heads=3, kv_heads=1, d=20, rotated=6),
-    "all dimensions turn": partial(_case, t=9, d=64, rotated=64),
-    "eps matters": partial(_case, t=9, scale=1e-3, eps=1e-5),
-    "2.4T heads": partial(_case, t=5, heads=64, kv_heads=4, d=256, rotated=64),
+    "no rows": partial(qk_case, t=0),
+    "one row": partial(qk_case, t=1),
+    "odd sizes": partial(qk_case, t=37, heads=3, kv_heads=1, d=20, rotated=6),
+    "all dimensions turn": partial(qk_case, t=9, d=64, rotated=64),
+    "eps matters": partial(qk_case, t=9, scale=1e-3, eps=1e-5),
+    "2.4T heads": partial(qk_case, t=5, heads=64, kv_heads=4, d=256, rotated=64),
 }

@@ -10,7 +10,7 @@ from rocm_serve.ops.contract import Arguments, Case
 from rocm_serve.ops.inputs import normal
 
 
-def _case(
+def norm_case(
     g: torch.Generator,
     dtype: torch.dtype,
     *,
@@ -21,6 +21,7 @@ def _case(
     plus_one: bool = True,
     strided: bool = False,
 ) -> Arguments:
+    """Rows to normalise, with a residual when asked for."""
     x = normal(g, *shape[:-1], shape[-1] * (2 if strided else 1), scale=scale, dtype=dtype)[..., : shape[-1]]
     more: Arguments = {"residual_TH": normal(g, *shape, scale=scale, dtype=dtype)} if residual else {}
     return {
@@ -33,7 +34,7 @@ def _case(
 
 
 def _cases(residual: bool) -> dict[str, Case]:
-    case = partial(_case, residual=residual)
+    case = partial(norm_case, residual=residual)
     return {
         "no rows": partial(case, shape=(0, 256)),
         "one row": partial(case, shape=(1, 256)),
@@ -46,5 +47,5 @@ def _cases(residual: bool) -> dict[str, Case]:
     }
 
 
-CASES: dict[str, Case] = {**_cases(False), "heads": partial(_case, shape=(7, 3, 64))}
+CASES: dict[str, Case] = {**_cases(False), "heads": partial(norm_case, shape=(7, 3, 64))}
 ADD_CASES = _cases(True)

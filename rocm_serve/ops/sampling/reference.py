@@ -12,9 +12,59 @@ from __future__ import annotations
 
 import torch
 
-from rocm_serve.ops.rows import steady_
+from rocm_serve.ops.rows import ROW_MULTIPLE, pad_rows, steady_
+from rocm_serve.ops.sampling import rng
 
 NOTHING = float("-inf")
+
+
+def draw_token(
+    logits_RV: torch.Tensor,
+    keys_R: torch.Tensor | None = None,
+    temperature_R: torch.Tensor | None = None,
+    *,
+    first_id: int,
+    used: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Say of each row of this shard whether its logits are finite, its best score, and which id has that.
+
+    Shapes: logits float32 [R, V], keys int64 [R] (`rng.row_key`), temperature float32 [R] (0: greedy) -> bool [R],
+    float32 [R], int64 [R]. Without keys every row is greedy. Ids count from 0 here; column 0 is token `first_id`.
+    Columns from `used` on are padding: they must be finite too, and are never chosen. Of equal scores the lowest id.
+    A row with a NaN or +infinity has some legal id and any score; all columns at -infinity: id 0, and that score.
+    Source: arg max of logit + temperature x Gumbel noise of (key, token), noise and sum each rounded to float32.
+    """
+    finite_R = finite_rows(logits_RV)
+    scores_RV = logits_RV[:, :used]
+    if not used:
+        return finite_R, logits_RV.new_full(finite_R.shape, NOTHING), torch.zeros_like(finite_R, dtype=torch.int64)
+    if keys_R is None:
+        return finite_R, *best_of_shard(scores_RV)
+    assert temperature_R is not None, "keys and temperatures come together"
+    offsets_V = rng.id_offsets(first_id, used, logits_RV.device)
+    blocks = (x.split(ROW_MULTIPLE) for x in (scores_RV, keys_R, temperature_R))
+    found = [best_of_shard(_noisy(*block, offsets_V)) for block in zip(*blocks, strict=True)]
+    return finite_R, torch.cat([score for score, _ in found]), torch.cat([token for _, token in found])
+
+
+def _noisy(
+    scores_RV: torch.Tensor, keys_R: torch.Tensor, temperature_R: torch.Tensor, offsets_V: torch.Tensor
+) -> torch.Tensor:
+    drawn = (temperature_R > 0).nonzero().flatten()
+    if not len(drawn):
+        return scores_RV
+    noise = rng.gumbel(keys_R[drawn].unsqueeze(-1), offsets_V)
+    return scores_RV.index_add(0, drawn, noise.mul_(temperature_R[drawn].unsqueeze(-1)))
+
+
+def log_sum_exp(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's maximum and the sum of exp(logit - maximum) over this shard, padding ids counted.
+
+    Shapes: float32 [R, V] -> float32 [R] twice; `combine_log_sum_exp` puts shards together. Logits are finite.
+    """
+    parts = [log_sum_exp_parts(block) for block in pad_rows(logits_RV).split(ROW_MULTIPLE)]
+    max_R, sum_R = (torch.cat(piece)[: logits_RV.shape[0]] for piece in zip(*parts, strict=True))
+    return max_R, sum_R
 
 
 def finite_rows(logits_RV: torch.Tensor) -> torch.Tensor:
@@ -51,13 +101,21 @@ def apply_penalties(
 
 
 def best_of_shard(scores_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest score of each row and its local id; of equal scores the lowest id."""
-    id_R = scores_RV.argmax(-1)
+    """Return the largest score of each row and its local id; of equal scores the lowest id.
+
+    On the CPU numpy looks for it: torch's own arg max is not vectorised there and takes twelve times as long.
+    """
+    if scores_RV.device.type == "cpu":
+        id_R = torch.from_numpy(scores_RV.numpy().argmax(-1))
+    else:
+        id_R = scores_RV.argmax(-1)
     return scores_RV.gather(-1, id_R.unsqueeze(-1)).squeeze(-1), id_R
 
 
 def best_of_all(scores_SR: torch.Tensor, ids_SR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Reduce `best_of_shard` over shards in rank order; shards hold ascending ids, so ties go to the first shard."""
+    if len(scores_SR) == 1:
+        return scores_SR[0], ids_SR[0]
     shard_1R = scores_SR.argmax(0, keepdim=True)
     return scores_SR.gather(0, shard_1R).squeeze(0), ids_SR.gather(0, shard_1R).squeeze(0)
 

@@ -10,14 +10,17 @@ from rocm_serve.ops.contract import Arguments, Case
 from rocm_serve.ops.inputs import normal
 
 
-def _case(g: torch.Generator, dtype: torch.dtype, *, t: int, h: int, gate: int, scale: float = 2.0) -> Arguments:
+def sigmoid_mul_case(
+    g: torch.Generator, dtype: torch.dtype, *, t: int, h: int, gate: int, scale: float = 2.0
+) -> Arguments:
+    """Rows and their gates."""
     return {"x_TH": normal(g, t, h, dtype=dtype), "gate": normal(g, t, gate, scale=scale, dtype=dtype)}
 
 
 CASES: dict[str, Case] = {
-    "no rows": partial(_case, t=0, h=64, gate=64),
-    "one row": partial(_case, t=1, h=512, gate=512),
-    "odd sizes": partial(_case, t=37, h=51, gate=51),
-    "a gate a row": partial(_case, t=37, h=256, gate=1),
-    "large values": partial(_case, t=4, h=64, gate=64, scale=100.0),
+    "no rows": partial(sigmoid_mul_case, t=0, h=64, gate=64),
+    "one row": partial(sigmoid_mul_case, t=1, h=512, gate=512),
+    "odd sizes": partial(sigmoid_mul_case, t=37, h=51, gate=51),
+    "a gate a row": partial(sigmoid_mul_case, t=37, h=256, gate=1),
+    "large values": partial(sigmoid_mul_case, t=4, h=64, gate=64, scale=100.0),
 }

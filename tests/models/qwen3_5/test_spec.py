@@ -12,7 +12,15 @@ import pytest
 from rocm_serve.checkpoint.ledger import stage_catalogue
 from rocm_serve.checkpoint.reader import CheckpointReader
 from rocm_serve.errors import UserError
-from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, parse_config, promised_fp8, stage_params
+from rocm_serve.models.qwen3_5.spec import (
+    ConfigFormats,
+    ModelFacts,
+    one_of_each,
+    parse_config,
+    promised_fp8,
+    stage_params,
+)
+from rocm_serve.parallel.expert_map import DRAFT_LAYER, ExpertMap, ExpertPlan
 from rocm_serve.parallel.layout import Param, Part, Place, copies, shape_at
 from rocm_serve.parallel.mesh import Mesh
 from tests.checkpoint import published
@@ -44,17 +52,9 @@ def form(param: Param) -> tuple[object, ...]:
     return param.dims, parts
 
 
-def check_param(param: Param, tp: int) -> None:
+def check_param(param: Param, tp: int, ep: int = 1) -> None:
     """Over all ranks: each checkpoint element is loaded equally often, each local element is written once."""
-    loaded: dict[str, Counter[Box]] = {}
-    for rank in range(tp):
-        place = Place(tp, rank)
-        written = []
-        for copy in copies(param, place):
-            loaded.setdefault(copy.key, Counter())[tuple((s.start, s.stop) for s in copy.src)] += 1
-            written.append(tuple((s.start, s.stop) for s in copy.dst))
-        assert len(written) == len(set(written)), param.name
-        assert_tiles(written, shape_at(param, place), param.name)
+    loaded = copies_of_all(param, tp, ep)
     verdicts: dict[tuple[object, ...], bool] = {}
     for part in param.parts:
         boxes = loaded[part.key]
@@ -62,6 +62,34 @@ def check_param(param: Param, tp: int) -> None:
         if known not in verdicts:
             verdicts[known] = boxes_tile(boxes, part.source) and len(set(boxes.values())) == 1
         assert verdicts[known], f"{part.key}: {boxes}"
+
+
+def check_experts(param: Param, tp: int, ep: int, slots: tuple[int, ...]) -> None:
+    """Over all ranks: each expert is loaded once for each of its slots, each local element is written once."""
+    replicas = Counter(slots)
+    for key, boxes in copies_of_all(param, tp, ep).items():
+        source = next(part.source for part in param.parts if part.key == key)
+        if len(source) == 2:
+            expert = int(key.partition(".experts.")[2].split(".")[0])
+            assert boxes_tile(boxes, source) and set(boxes.values()) == {replicas[expert]}, key
+            continue
+        assert boxes_tile(boxes, source), key
+        for (first, *_), count in boxes.items():
+            assert first[1] == first[0] + 1 and count == replicas[first[0]], key
+
+
+def copies_of_all(param: Param, tp: int, ep: int) -> dict[str, Counter[Box]]:
+    """Return what all ranks copy, after checking that each local element is written once."""
+    loaded: dict[str, Counter[Box]] = {}
+    for rank in range(tp):
+        place = Place(tp, rank, ep)
+        written = []
+        for copy in copies(param, place):
+            loaded.setdefault(copy.key, Counter())[tuple((s.start, s.stop) for s in copy.src)] += 1
+            written.append(tuple((s.start, s.stop) for s in copy.dst))
+        assert len(written) == len(set(written)), param.name
+        assert_tiles(written, shape_at(param, place), param.name)
+    return loaded
 
 
 def assert_tiles(written: list[Box], shape: tuple[int, ...], name: str) -> None:
@@ -78,7 +106,7 @@ def assert_tiles(written: list[Box], shape: tuple[int, ...], name: str) -> None:
     assert len(patterns) == 1 and boxes_tile(patterns.pop(), shape[1:]), name
 
 
-def check_tables(facts: ModelFacts, pp: int, degrees: Iterable[int]) -> None:
+def check_tables(facts: ModelFacts, pp: int, degrees: Iterable[int], eps: Iterable[int] = (1,)) -> None:
     """Check the law for every parameter of every stage, structurally: nothing is allocated."""
     uses: Counter[str] = Counter()
     names: Counter[str] = Counter()
@@ -95,7 +123,8 @@ def check_tables(facts: ModelFacts, pp: int, degrees: Iterable[int]) -> None:
     assert twice == ({"model.embed_tokens.weight"} if pp > 1 else set()), "a tensor fills two parameters"
     for param in forms.values():
         for tp in degrees:
-            check_param(param, tp)
+            for ep in (ep for ep in eps if tp % ep == 0):
+                check_param(param, tp, ep)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -103,12 +132,88 @@ def check_tables(facts: ModelFacts, pp: int, degrees: Iterable[int]) -> None:
 def test_every_element_is_loaded_equally_often_in_every_layout(
     checkpoints: dict[str, Path], name: str, pp: int
 ) -> None:
-    check_tables(facts_of(checkpoints[name]), pp, (1, 2, 4))
+    facts = facts_of(checkpoints[name])
+    check_tables(facts, pp, (1, 2, 4), (1, 2, 4) if facts.is_moe else (1,))
 
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_every_element_of_the_2_4t_model_is_loaded_equally_often(pp: int) -> None:
     check_tables(parse_config(published.config()), pp, (1, 2, 4, 8, 16))
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 4), (8, 2), (8, 4), (8, 8), (16, 8)])
+def test_the_experts_of_the_2_4t_model_are_shared_out_evenly(tp: int, ep: int) -> None:
+    facts = one_of_each(parse_config(published.config()))
+    plan = ExpertPlan(ep, shared_whole=True)
+    params = stage_params(facts, Mesh(tp, 1, ep).coord(0), formats=ConfigFormats(facts), mtp=True, experts=plan)
+    experts = [param for name, param in params.items() if name.startswith(("model.layers.0.mlp", "mtp.layers.0.mlp"))]
+    assert len(experts) == 2 * 8
+    for param in experts:
+        check_param(param, tp, ep)
+    for layer, cut in (("model.layers.0", 1), ("mtp.layers.0", tp)):
+        place = Place(tp, tp - 1, ep)
+        assert shape_at(params[f"{layer}.mlp.experts.gate_up_proj"], place) == (512 // ep, 2 * 2048 * ep // tp, 8192)
+        assert shape_at(params[f"{layer}.mlp.experts.down_proj_scale_inv"], place) == (512 // ep, 64, 16 * ep // tp)
+        assert shape_at(params[f"{layer}.mlp.shared_expert.down_proj.weight"], place) == (8192, 2048 // cut)
+        assert shape_at(params[f"{layer}.mlp.shared_expert.gate_up_proj.weight"], place) == (2 * 2048 // cut, 8192)
+
+
+MAPS = {
+    "moved": (5, 0, 2, 7, 1, 6, 3, 4),
+    "held twice": (5, 0, 2, 7, 1, 6, 3, 4, 0, 5, 0, 4, 2, 3, 3, 3),
+}
+
+
+@pytest.mark.parametrize("slots", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("name", ["text-fp8-mtp-bf16", "text-bf16"])
+def test_every_expert_is_loaded_into_each_of_its_slots(
+    checkpoints: dict[str, Path], name: str, slots: tuple[int, ...]
+) -> None:
+    facts = facts_of(checkpoints[name])
+    plan = ExpertPlan(maps={layer: ExpertMap(slots, 1) for layer in (1, DRAFT_LAYER)}, draft_shared_whole=True)
+    params = stage_params(facts, Mesh(1, 1).coord(0), formats=ConfigFormats(facts), mtp=True, experts=plan)
+    for param in (param for name, param in params.items() if ".experts." in name):
+        for tp, ep in ((1, 1), (4, 1), (4, 2), (4, 4), (8, 2), (8, 8)):  # the table is the same for all degrees
+            if param.name.startswith(("model.layers.1.", "mtp.")):
+                check_experts(param, tp, ep, slots)
+            else:
+                check_param(param, tp, ep)
+
+
+def test_a_placement_of_another_model_or_degree_is_refused(checkpoints: dict[str, Path]) -> None:
+    facts = facts_of(checkpoints["text-bf16"])
+
+    def table(layer: int, slots: tuple[int, ...], ep: int) -> None:
+        plan = ExpertPlan(2, maps={layer: ExpertMap(slots, ep)})
+        stage_params(facts, Mesh(4, 1, 2).coord(0), formats=ConfigFormats(facts), mtp=True, experts=plan)
+
+    table(1, (*range(8), 0, 1), 2)
+    legal = r"legal: 8 experts over 2 \(--ep\)$"
+    with pytest.raises(UserError, match=rf"^the expert placement of layer 1 is one of 6 experts over 2 ranks; {legal}"):
+        table(1, tuple(range(6)), 2)
+    with pytest.raises(UserError, match=rf"of the draft layer is one of 8 experts over 4 ranks; {legal}"):
+        table(DRAFT_LAYER, tuple(range(8)), 4)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "said"),
+    [
+        (4, 3, r"ep 3 cannot be used: it does not divide tp 4; legal: 1, 2, 4"),
+        (2, 4, r"ep 4 cannot be used: it does not divide tp 2; legal: 1, 2"),
+    ],
+)
+def test_an_expert_degree_that_cannot_be_is_refused_with_the_legal_ones(
+    checkpoints: dict[str, Path], tp: int, ep: int, said: str
+) -> None:
+    facts = facts_of(checkpoints["text-fp8"])
+    with pytest.raises(UserError, match=f"^{said}$"):
+        stage_params(facts, Mesh(tp, 1, ep).coord(0), formats=ConfigFormats(facts), mtp=False, experts=ExpertPlan(ep))
+
+
+def test_a_dense_model_has_no_expert_ranks(checkpoints: dict[str, Path]) -> None:
+    facts = facts_of(checkpoints["dense"])
+    with pytest.raises(UserError, match=r"^ep 2 cannot be used: the model has no experts; legal: 1$"):
+        stage_params(facts, Mesh(2, 1, 2).coord(0), formats=ConfigFormats(facts), mtp=False, experts=ExpertPlan(2))
 
 
 def test_the_table_names_every_tensor_of_the_2_4t_repository_and_its_shape() -> None:
@@ -176,9 +281,10 @@ def test_an_fp8_block_is_never_cut(tmp_path: Path) -> None:
 
     facts = facts_of(make_checkpoint(tmp_path / "narrow", "text-fp8", "fp8", dims="narrow", layers=4))
     stage_params(facts, Mesh(1, 2).coord(0), formats=ConfigFormats(facts), mtp=True)
-    said = r"tp 2 cannot be used: it does not divide 1 FP8 block \(128 wide\) of expert columns; legal: 1$"
-    with pytest.raises(UserError, match=said):
+    said = r"^tp 2 cannot be used: with ep 2 it could, but with ep 1 it does not divide 1 FP8 block \(128 wide\) of"
+    with pytest.raises(UserError, match=rf"{said} expert columns; legal: 1$"):
         stage_params(facts, Mesh(2, 1).coord(0), formats=ConfigFormats(facts), mtp=True)
+    stage_params(facts, Mesh(2, 1, 2).coord(0), formats=ConfigFormats(facts), mtp=True, experts=ExpertPlan(2))
 
 
 @pytest.mark.parametrize(("tp", "legal"), [(3, "1, 2, 4"), (8, "1, 2, 4")])

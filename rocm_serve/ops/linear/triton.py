@@ -1,0 +1,58 @@
+"""The plain matrix product on a GPU. Letters: T rows, K inner, N outer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from rocm_serve.ops.triton_common.triton import arch, dot_dtype, product, product_tile, rows_of
+
+
+def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Multiply rows with a weight: x @ weight.T.
+
+    Shapes: x [T, K], weight [N, K] -> [T, N], dtype of x or `out_dtype`.
+    Numerics: float32 sums, one rounding. Where the result has the dtype of both factors the product is the vendor's
+    library's, as torch calls it; a wider result (the logits) is what that library has no portable call for.
+    """
+    wanted = out_dtype or x_TK.dtype
+    if x_TK.dtype == weight_NK.dtype == wanted:
+        return F.linear(x_TK, weight_NK)
+    (rows, k), n = x_TK.shape, weight_NK.shape[0]
+    y_TN = torch.empty(rows, n, dtype=wanted, device=x_TK.device)
+    if y_TN.numel():
+        x, weight = rows_of(x_TK), rows_of(weight_NK)
+        # float32 on either side: both are widened
+        dot = dot_dtype(x if x.dtype.itemsize == 4 else weight, weight, arch(), quantised=False)
+        tile = product_tile(rows, dot, arch())
+        linear_kernel[(triton.cdiv(rows, tile["BM"]), triton.cdiv(n, tile["BN"]))](
+            x, weight, y_TN, x.stride(0), weight.stride(0), rows, n, K=k, DOT=dot, **tile
+        )
+    return y_TN
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    x_stride,
+    w_stride,
+    num_rows,
+    num_columns,
+    K: tl.constexpr,
+    DOT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    wide = row.to(tl.int64)
+    row_live, column_live = row < num_rows, column < num_columns
+    w_rows = w_ptr + column.to(tl.int64) * w_stride
+    y = product(x_ptr + wide * x_stride, row_live, None, w_rows, column_live, None, K, BM, BN, BK, DOT)
+    y_at = y_ptr + (wide * num_columns)[:, None] + column[None, :]
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=row_live[:, None] & column_live[None, :])

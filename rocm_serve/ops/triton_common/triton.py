@@ -1,0 +1,163 @@
+"""What the Triton providers share: tiles of rows, quantisation of rows, and the product of two tiles along K.
+
+Letters: T rows, K inner, N outer; in kernels, M rows of a tile. Kernels take row counts as ordinary arguments that are
+not specialised on, so a new batch size compiles nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rocm_serve.ops.fp8 import AMAX_FLOOR, BLOCK, fp8_max
+
+_BLOCK = tl.constexpr(BLOCK)
+_AMAX_FLOOR = tl.constexpr(AMAX_FLOOR)
+
+
+def arch() -> str:
+    """Name the GPU that kernels are compiled for, as the probe does: "gfx942", "sm_90"; "interpreter" without one."""
+    if not isinstance(quantise_rows_kernel, triton.runtime.JITFunction):
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target()
+    return str(target.arch) if target.backend == "hip" else f"sm_{target.arch}"
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` as [rows, width] whose rows are contiguous: a view where its strides allow that, else a copy."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.shape[1] == 1 or flat.stride(1) == 1 else flat.contiguous()
+
+
+def whole_row_tile(width: int) -> dict[str, int]:
+    """Choose a tile that holds whole rows: short rows share a program. 8 to 32 elements a lane."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, 1024 // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(8, max(1, rows * block // 512))}
+
+
+def part_row_tile(width: int) -> dict[str, int]:
+    """Choose a tile for elementwise work, where a row may be cut."""
+    return whole_row_tile(min(width, 2048))
+
+
+def product_tile(rows: int, dot: tl.dtype, arch: str) -> dict[str, int]:
+    """Choose the tile of a matrix product over about `rows` rows whose factors are multiplied as `dot`.
+
+    BN is 128 throughout: one block of FP8 scales. BK divides 128 for the same reason. float32 is for proofs, not for
+    speed: without matrix instructions a tile is unrolled into that many fused multiply-adds, so it stays small.
+    """
+    if dot == tl.float32:
+        return {"BM": 16, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 1}
+    bm = next((size for size in (16, 32, 64) if rows <= size), 128)
+    return {
+        "BM": bm,
+        "BN": 128,
+        "BK": 128 if dot.primitive_bitwidth == 8 else 64,
+        "num_warps": 8 if bm >= 64 else 4,
+        "num_stages": 2 if arch.startswith("gfx") else 3,
+    }
+
+
+def dot_dtype(rows: torch.Tensor, weight: torch.Tensor, arch: str, *, quantised: bool) -> tl.dtype:
+    """Choose what two factors are multiplied as; every choice holds both factors exactly.
+
+    float32 rows ask for float32 sums. bf16 holds every e4m3 value, so an FP8 weight loses nothing beside bf16 rows.
+    FP8 matrix instructions are used on gfx, taken to sum in float32. sm_90's are said to keep some 14 bits of a sum, so
+    bf16 is used there; evals/fp8_on_gpu.py measures what that is worth.
+    """
+    if rows.dtype == torch.float32:
+        return tl.float32
+    if not quantised or not arch.startswith("gfx"):
+        return tl.bfloat16
+    return {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e4m3fnuz: tl.float8e4b8}[weight.dtype]
+
+
+def quantise_rows(x_TK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row per 128 columns, bit for bit as ops.fp8.quantise_rows does.
+
+    Shapes: x_TK -> FP8 values [T, K] and fp32 multipliers [T, ceil(K / 128)].
+    """
+    rows, k = x_TK.shape
+    x = rows_of(x_TK)
+    q_TK = torch.empty(rows, k, dtype=dtype, device=x.device)
+    s_TB = torch.empty(rows, triton.cdiv(k, BLOCK), dtype=torch.float32, device=x.device)
+    if x.numel():
+        tile_rows = 4 if rows <= 64 else 16
+        grid = (triton.cdiv(rows, tile_rows), triton.cdiv(k, BLOCK))
+        quantise_rows_kernel[grid](
+            x, q_TK, s_TB, x.stride(0), rows, WIDTH=k, TOP=fp8_max(dtype), ROWS=tile_rows, num_warps=tile_rows // 4
+        )
+    return q_TK, s_TB
+
+
+@triton.jit
+def quantise_tile(x, TOP: tl.constexpr, dtype: tl.constexpr):
+    """Quantise a float32 tile whose rows are one block of 128 columns each; return values and multipliers.
+
+    The divisions are IEEE's, so that the codes are those of the reference. Magnitudes are compared as integers: a NaN
+    is the largest then, and makes the multiplier one.
+    """
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(tl.where(largest < _AMAX_FLOOR, _AMAX_FLOOR, largest), TOP)
+    scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    clamped = tl.where(scaled > TOP, TOP, tl.where(scaled < -TOP, -TOP, scaled))
+    return clamped.to(dtype), scale
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def quantise_rows_kernel(
+    x_ptr, q_ptr, s_ptr, x_stride, num_rows, WIDTH: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(1)
+    column = block * _BLOCK + tl.arange(0, _BLOCK)
+    wide = row.to(tl.int64)
+    live = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    x = tl.load(x_ptr + (wide * x_stride)[:, None] + column[None, :], mask=live, other=0.0).to(tl.float32)
+    q, scale = quantise_tile(x, TOP, q_ptr.dtype.element_ty)
+    tl.store(q_ptr + (wide * WIDTH)[:, None] + column[None, :], q, mask=live)
+    tl.store(s_ptr + wide * ((WIDTH + _BLOCK - 1) // _BLOCK) + block, scale, mask=row < num_rows)
+
+
+@triton.jit
+def product(
+    x_rows,
+    x_live,
+    x_scales,
+    w_rows,
+    w_live,
+    w_scales,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Multiply BM rows with BN rows of a weight along K: float32 [BM, BN].
+
+    `x_rows` and `w_rows` point to where each row begins, `x_scales` and `w_scales` (or None) to its multipliers, one
+    for 128 columns. Rows that do not live are taken as zeros. Products within 128 columns are rescaled before they are
+    added.
+    """
+    column = tl.arange(0, BK)
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        at = k + column
+        if K % BK == 0:
+            x = tl.load(x_rows[:, None] + at[None, :], mask=x_live[:, None], other=0.0)
+            w = tl.load(w_rows[None, :] + at[:, None], mask=w_live[None, :], other=0.0)
+        else:
+            x = tl.load(x_rows[:, None] + at[None, :], mask=x_live[:, None] & (at < K)[None, :], other=0.0)
+            w = tl.load(w_rows[None, :] + at[:, None], mask=w_live[None, :] & (at < K)[:, None], other=0.0)
+        if w_scales is None:
+            total = tl.dot(x.to(DOT), w.to(DOT), total, input_precision="ieee")
+        else:
+            part = tl.dot(x.to(DOT), w.to(DOT), input_precision="ieee")
+            part *= tl.load(w_scales + k // _BLOCK, mask=w_live, other=0.0)[None, :]
+            if x_scales is not None:
+                part *= tl.load(x_scales + k // _BLOCK, mask=x_live, other=0.0)[:, None]
+            total += part
+    return total

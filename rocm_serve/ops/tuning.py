@@ -1,0 +1,73 @@
+"""Whether a provider's kernels were tuned for the shapes that will run, or are chosen by a rule. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from rocm_serve.ops.facts import OpFacts
+from rocm_serve.platform import aiter_abi, aiter_tables
+
+
+class ShapeTuning(msgspec.Struct, frozen=True):
+    """One shape of an op, and the row counts for which its provider has a tuned kernel."""
+
+    shape: str
+    tuned_rows: tuple[int, ...]
+
+
+def shape_tunings(op: str, provider: str, facts: OpFacts, folder: Path | None = None) -> list[ShapeTuning]:
+    """List every shape whose kernel AITER looks up in a table. `folder`: of AITER; the installed one by default."""
+    if provider != "aiter":
+        return []
+    found = folder or aiter_abi.find_aiter()[0]
+    if found is None:
+        return []
+    card = found, facts.arch, facts.compute_units
+    if op == "moe_experts" and facts.num_experts:
+        name = f"{facts.local_experts} experts, {facts.top_k} a row, {facts.hidden_size} x {facts.expert_width}"
+        rows = aiter_tables.tuned_experts(
+            *card,
+            hidden=facts.hidden_size,
+            width=facts.expert_width,
+            experts=facts.local_experts,
+            top_k=facts.top_k,
+            fp8=facts.expert_fp8,
+        )
+        return [ShapeTuning(name, rows)]
+    table = {"fp8_linear": aiter_tables.FP8_PRODUCTS, "linear": aiter_tables.BF16_PRODUCTS}.get(op)
+    if table is None:
+        return []
+    return [
+        ShapeTuning(
+            f"[{shape.rows}, {shape.columns}]",
+            aiter_tables.tuned_products(found, table, *card[1:], shape.rows, shape.columns),
+        )
+        for shape in facts.linears
+        if shape.fp8 == (op == "fp8_linear")
+    ]
+
+
+def tuning(op: str, provider: str, facts: Mapping[str, object]) -> str:
+    """Say in a few words how the provider's kernels are chosen; "" where there is nothing to choose."""
+    if provider in ("triton", "hip"):
+        return "tiles by rule"
+    known = _known(facts)
+    if provider != "aiter" or known is None:
+        return ""
+    shapes = shape_tunings(op, provider, known)
+    if not shapes:
+        return "by AITER's rule"
+    tuned = sum(bool(one.tuned_rows) for one in shapes)
+    if tuned == 0:
+        return f"by AITER's rule: none of its {len(shapes)} shapes is tuned for this card"
+    return f"tuned for {tuned} of {len(shapes)} shapes, the rest by AITER's rule" if tuned < len(shapes) else "tuned"
+
+
+def _known(facts: Mapping[str, object]) -> OpFacts | None:
+    """Return the facts as a value, when all of them are there."""
+    if not facts.keys() >= set(OpFacts.__struct_fields__):
+        return None
+    return OpFacts(**{name: facts[name] for name in OpFacts.__struct_fields__})  # type: ignore[arg-type]

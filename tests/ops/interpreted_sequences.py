@@ -1,0 +1,189 @@
+"""Triton kernels that walk sequences, by Triton's interpreter: TRITON_INTERPRET=1 python -m tests.ops.<this> SEED.
+
+Prints one JSON object: by name of a check, the relative L2 errors of its outputs against the reference. All rows are
+float32: the interpreter proves indices, masks and tails, not bf16 or FP8 numerics.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+
+from rocm_serve.ops.attention_cases import attention_case
+from rocm_serve.ops.bind import OPS, bind_ops
+from rocm_serve.ops.gdn_cases import committing, gdn_case
+from rocm_serve.ops.inputs import normal
+from tests.ops.layer_layout import as_in_the_layer
+from tests.ops.test_references import copied, error
+
+G = torch.Generator
+F32 = torch.float32
+SEQUENCE_OPS = (
+    "kv_write",
+    "qk_norm_rope",
+    "causal_conv",
+    "gdn_chunk",
+    "gdn_decode",
+    "attention_prefill",
+    "attention_decode",
+)
+
+
+def errors(op: str, made: dict[str, Any]) -> list[float]:
+    """Run provider and reference on the same arguments, laid out as a layer has them; compare all that they write."""
+    provider = getattr(importlib.import_module(f"rocm_serve.ops.{op}.triton"), op)
+    found = []
+    for function in (provider, OPS[op].reference):
+        own = as_in_the_layer(op, copied(made))
+        result = function(**own)
+        found.append(
+            [
+                *(result if isinstance(result, tuple) else (result,)),
+                *(own[name] for name in OPS[op].mutates if own.get(name) is not None),
+            ]
+        )
+    return [error(got, expected.double()) for got, expected in zip(*found, strict=True)]
+
+
+def case(op: str, name: str, g: G) -> dict[str, Any]:
+    return OPS[op].cases[name](g, F32)
+
+
+def kv_write(g: G) -> list[float]:
+    return [
+        e for name in ("one row", "odd sizes", "float32 pages") for e in errors("kv_write", case("kv_write", name, g))
+    ]
+
+
+def qk_norm_rope(g: G) -> list[float]:
+    names = ("no rows", "one row", "odd sizes", "all dimensions turn", "eps matters")
+    return [e for name in names for e in errors("qk_norm_rope", case("qk_norm_rope", name, g))]
+
+
+def causal_conv(g: G) -> list[float]:
+    return [e for name in OPS["causal_conv"].cases for e in errors("causal_conv", case("causal_conv", name, g))]
+
+
+def gdn_decode(g: G) -> list[float]:
+    made = gdn_case(g, F32, rows=(1, 3, 2), heads=4, key_heads=2, key=20, value=37, first_row=2)
+    sequences: Any = made["sequences"]
+    return [
+        e
+        for some in (
+            made,
+            made | {"sequences": committing(sequences, (1, 1, 2))},
+            made | {"sequences": committing(sequences, (0, 2, 0))},
+            case("gdn_decode", "no sequences", g),
+        )
+        for e in errors("gdn_decode", some)
+    ]
+
+
+def gdn_chunk(g: G) -> list[float]:
+    return errors("gdn_chunk", gdn_case(g, F32, rows=(5, 0, 17), heads=2, key_heads=1, key=16, value=8, first_row=3))
+
+
+def attention_prefill(g: G) -> list[float]:
+    """Three heads share keys, so that a tile of 16 has a tail; rows of more than one tile; pages of 5 rows."""
+    sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "d": 24, "page_size": 5}
+    made = attention_case(g, F32, rows=(3, 0, 12), contexts=(0, 9, 33), first_row=4, **sizes)
+    wide = attention_case(g, F32, rows=(2,), contexts=(3,), heads=40, kv_heads=1, d=8)
+    return errors("attention_prefill", made) + errors("attention_prefill", wide)
+
+
+def attention_decode_in_splits(g: G) -> list[float]:
+    """Splits of 32 keys in place of 1024: sequences of one split beside those of several, borders on either side."""
+    sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "d": 24, "page_size": 7}
+    made = attention_case(g, F32, rows=(1, 1, 2, 7), contexts=(0, 31, 31, 90), first_row=3, v_scale=1.5, **sizes)
+    decode = importlib.import_module("rocm_serve.ops.attention_decode.triton")
+    with mock.patch.object(decode, "SPAN", 32):
+        return errors("attention_decode", made)
+
+
+def attention_decode(g: G) -> list[float]:
+    names = ("no sequences", "drafts to verify", "one kv head", "fp8 pages, scales")
+    return [e for name in names for e in errors("attention_decode", case("attention_decode", name, g))]
+
+
+def softplus(g: G) -> list[float]:
+    """Gates far from zero: exp(x) lost beside 1, and past the border above which softplus is x itself."""
+    made = gdn_case(g, F32, rows=(6,), heads=2, key_heads=1, key=8, value=8)
+    a = torch.tensor([-30.0, -17.0, -4.0, 15.0, 19.9, 40.0])
+    made["a_TH"][:6] = a[:, None]  # type: ignore[index]
+    made["a_log_H"] = torch.tensor([12.0, -3.0])
+    made["dt_bias_H"] = normal(g, 2, scale=0.05)
+    return errors("gdn_decode", made)
+
+
+def drafts(g: G) -> list[float]:
+    """A layer whose sequences draft: how many results and states have other bits than those of plain steps."""
+    from tests.layers.replaying import Request, Run, Turn, facts_of, in_step, layer_of
+
+    walking = ("causal_conv", "gdn_chunk", "gdn_decode")
+    ops = bind_ops({name: "triton" if name in walking else "reference" for name in OPS}, "gfx950")
+    facts = facts_of(12, 20, key_heads=1, value_heads=2, hidden=16)
+    run = Run(layer_of(facts, ops, g), facts, g, 2)
+    turns = [(Turn(1, 2, 1), Turn(1, 1, 1)), (Turn(1, 2, 2), Turn(2, 1, 0)), (Turn(), Turn(1, 2, 0))]
+    requests = [
+        Request(slot, prompt, [*two, Turn()]) for slot, prompt, two in zip((1, 3, 2), (2, 1, 5), turns, strict=True)
+    ]
+    run.plainly(requests)
+    return [float(len(run.differences(requests, in_step(requests))))]
+
+
+def whole_model(g: G) -> list[float]:
+    """Logits of a small model: prompts in chunks, steps with recurrent and prompt rows, three rows to verify."""
+    from tests.models import harness  # transformers takes seconds to import
+
+    sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "linear_num_value_heads": 4}
+    key_sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2}
+    hf = harness.hf_model(seed=int(torch.randint(10**6, (), generator=g)), **sizes, **key_sizes)
+    tokens = harness.random_tokens(30, 5)
+    logits = []
+    for ours in ("triton", "reference"):
+        ops = bind_ops({name: ours if name in SEQUENCE_OPS else "reference" for name in OPS}, "gfx950")
+        with mock.patch.object(harness, "bind_ops", return_value=ops):
+            run = harness.pipeline(harness.facts_of(hf), dict(hf.state_dict()))
+        a, b, chunk = harness.text(1), harness.text(2), harness.Chunk
+        rows = [harness.prefill(run, a, tokens[:14], chunk=9)]
+        for i in (14, 15):
+            rows += run.step(chunk(a, [tokens[i]], recurrent=True), chunk(b, tokens[i : i + 5]))
+        rows += run.step(chunk(a, tokens[16:19], recurrent=True), chunk(b, tokens[20:21], recurrent=True))
+        logits.append(torch.cat(rows))
+    return [error(logits[0], logits[1].double())]
+
+
+CHECKS: Mapping[str, Callable[[G], list[float]]] = {
+    check.__name__: check
+    for check in (
+        kv_write,
+        qk_norm_rope,
+        causal_conv,
+        gdn_decode,
+        gdn_chunk,
+        attention_prefill,
+        attention_decode_in_splits,
+        attention_decode,
+        softplus,
+        drafts,
+        whole_model,
+    )
+}
+# float32 sums in another order; through four layers of a model they add up.
+LIMITS = dict.fromkeys(CHECKS, 1e-6) | {"whole_model": 2e-5}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    seed = int(sys.argv[1])
+    print(json.dumps({name: check(G().manual_seed(seed + i)) for i, (name, check) in enumerate(CHECKS.items())}))
+
+
+if __name__ == "__main__":
+    main()
