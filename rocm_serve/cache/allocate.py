@@ -10,8 +10,14 @@ import torch
 
 from rocm_serve.cache.layout import StageLayout
 from rocm_serve.ops.batch import StageCache
+from rocm_serve.ops.fp8 import FP8_DTYPES
 
 KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+def kv_dtype_of(name: str, dialect: str) -> torch.dtype:
+    """Return the dtype of the pages: FP8 ones are in the dialect of the device."""
+    return FP8_DTYPES[dialect] if name == "fp8_e4m3" else KV_DTYPES[name]
 
 
 def allocate_stage_cache(
@@ -23,7 +29,10 @@ def allocate_stage_cache(
     conv_dtype: torch.dtype,
     device: torch.device,
 ) -> StageCache:
-    """Make the caches of this stage's layers, all zero. Slot 0 is the dummy: real slots are 1..num_slots."""
+    """Make the caches of this stage's layers, all zero. Slot 0 is the dummy: real slots are 1..num_slots.
+
+    `conv_dtype` is the dtype of the model's rows: pending rows are kept in it too.
+    """
 
     def pages() -> torch.Tensor:
         return _zeros((num_pages, *layout.page_shape), kv_dtype, device)
@@ -31,18 +40,23 @@ def allocate_stage_cache(
     def slots(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return _zeros((num_slots + 1, *shape), dtype, device)
 
+    pending_u, pending_ba = layout.pending_shapes
+    drafting = layout.gdn_layers if layout.draft_tokens else ()
     return StageCache(
         page_size=layout.page_size,
         k_pages={i: pages() for i in layout.kv_layers},
         v_pages={i: pages() for i in layout.kv_layers},
         conv={i: slots(layout.conv_shape, conv_dtype) for i in layout.gdn_layers},
         ssm={i: slots(layout.ssm_shape, torch.float32) for i in layout.gdn_layers},
+        pending_u={i: slots(pending_u, conv_dtype) for i in drafting},
+        pending_ba={i: slots(pending_ba, conv_dtype) for i in drafting},
+        draft_tokens=layout.draft_tokens,
     )
 
 
 def clear_slots(cache: StageCache, slots: Sequence[int]) -> None:
-    """Zero the conv and SSM state of these slots: they are about to belong to another request."""
-    for states in (cache.conv, cache.ssm):
+    """Zero what these slots hold: they are about to belong to another request."""
+    for states in (cache.conv, cache.ssm, cache.pending_u, cache.pending_ba):
         for state in states.values():
             for slot in slots:
                 state[slot].zero_()
@@ -50,7 +64,7 @@ def clear_slots(cache: StageCache, slots: Sequence[int]) -> None:
 
 def cache_bytes(cache: StageCache) -> int:
     """Bytes of all tensors of the cache."""
-    groups = (cache.k_pages, cache.v_pages, cache.conv, cache.ssm)
+    groups = (cache.k_pages, cache.v_pages, cache.conv, cache.ssm, cache.pending_u, cache.pending_ba)
     return sum(x.numel() * x.element_size() for group in groups for x in group.values())
 
 

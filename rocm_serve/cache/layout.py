@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from rocm_serve.models.qwen3_5.spec import ModelFacts, stage_layers
+from rocm_serve.parallel.expert_map import DRAFT_LAYER
 from rocm_serve.parallel.mesh import Coord
 
 CACHE_ITEMSIZE = {"float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
@@ -19,7 +20,7 @@ SSM_ITEMSIZE = 4  # the recurrent state is float32 whatever the model's dtype
 class StageLayout:
     """What one rank of one stage caches. Per-page and per-slot shapes leave out the leading page or slot dimension."""
 
-    kv_layers: tuple[int, ...]  # global indices of this stage's full-attention layers
+    kv_layers: tuple[int, ...]  # global indices of this stage's full-attention layers, the draft layer's among them
     gdn_layers: tuple[int, ...]  # global indices of this stage's GDN layers
     page_size: int
     kv_heads: int  # local
@@ -29,6 +30,7 @@ class StageLayout:
     value_heads: int  # local
     value_dim: int
     key_dim: int
+    draft_tokens: int = 0  # most drafts of a request in a step
 
     @property
     def page_shape(self) -> tuple[int, ...]:
@@ -45,24 +47,34 @@ class StageLayout:
         """V-major: [Hv_local, dv, dk]."""
         return (self.value_heads, self.value_dim, self.key_dim)
 
+    @property
+    def pending_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the drafts of a slot brought to one layer: [K, channels_local] and [K, 2 Hv_local]."""
+        return (self.draft_tokens, self.conv_channels), (self.draft_tokens, 2 * self.value_heads)
+
     def page_bytes(self, kv_itemsize: int) -> int:
         """Bytes of one page over all layers of this rank."""
         return 2 * len(self.kv_layers) * prod(self.page_shape) * kv_itemsize
 
     def slot_bytes(self, conv_itemsize: int) -> int:
-        """Bytes of one slot over all layers of this rank."""
-        one = prod(self.conv_shape) * conv_itemsize + prod(self.ssm_shape) * SSM_ITEMSIZE
+        """Bytes of one slot over all layers of this rank. Convolution windows and pending rows have one dtype."""
+        rows = sum(prod(shape) for shape in (self.conv_shape, *self.pending_shapes))
+        one = rows * conv_itemsize + prod(self.ssm_shape) * SSM_ITEMSIZE
         return len(self.gdn_layers) * one
 
 
-def stage_layout(facts: ModelFacts, coord: Coord, page_size: int) -> StageLayout:
-    """Describe the caches of one rank. With more ranks than KV heads a head is held by several of them."""
+def stage_layout(facts: ModelFacts, coord: Coord, page_size: int, draft_tokens: int = 0) -> StageLayout:
+    """Describe the caches of one rank. With more ranks than KV heads a head is held by several of them.
+
+    With drafts the last stage holds pages of the draft layer, and every GDN layer their pending rows.
+    """
     tp = coord.mesh.tp
     layers = stage_layers(facts, coord)
     key_heads, value_heads = facts.linear_num_key_heads // tp, facts.linear_num_value_heads // tp
     key_dim, value_dim = facts.linear_key_head_dim, facts.linear_value_head_dim
+    draft_layers = (DRAFT_LAYER,) if draft_tokens and coord.last_stage else ()
     return StageLayout(
-        kv_layers=tuple(i for i in layers if facts.layer_types[i] == "full_attention"),
+        kv_layers=(*(i for i in layers if facts.layer_types[i] == "full_attention"), *draft_layers),
         gdn_layers=tuple(i for i in layers if facts.layer_types[i] != "full_attention"),
         page_size=page_size,
         kv_heads=max(1, facts.num_kv_heads // tp),
@@ -72,4 +84,5 @@ def stage_layout(facts: ModelFacts, coord: Coord, page_size: int) -> StageLayout
         value_heads=value_heads,
         value_dim=value_dim,
         key_dim=key_dim,
+        draft_tokens=draft_tokens,
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from typing import Literal
 
-from rocm_serve.engine.link import ClientLink, WireError
+from rocm_serve.engine.link import ClientLink
 from rocm_serve.messages import (
     WIRE_VERSION,
     AbortRequests,
@@ -30,6 +31,34 @@ class EngineDead(RuntimeError):
     """The engine did not come up, or is gone. The message says why."""
 
 
+class _Mail:
+    """What has come for one request and has not been fetched. The output that ends the request is the last one."""
+
+    __slots__ = ("_outputs", "_over", "_waiter")
+
+    def __init__(self) -> None:
+        self._outputs: list[Output] = []
+        self._over = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: Output) -> None:
+        if self._over:
+            return
+        self._over = output.finish_reason is not None
+        self._outputs.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[Output]:
+        """Wait for a first output and return all there are."""
+        if not self._outputs:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+
 class EngineClient:
     """Speak with the engine core of `run_dir`. All methods belong to one event loop.
 
@@ -42,9 +71,9 @@ class EngineClient:
         self.stats = Stats()
         self._limits: EffectiveLimits | None = None
         self._link = ClientLink(run_dir)
-        self._open: dict[str, asyncio.Queue[Output]] = {}
+        self._open: dict[str, _Mail] = {}
         self._complete: set[str] = set()  # open still, and the core has been told to stop
-        self._reader: asyncio.Task[None] | None = None
+        self._listens = False
         self._changed = asyncio.Event()
 
     @property
@@ -61,8 +90,9 @@ class EngineClient:
 
     async def start(self) -> EffectiveLimits:
         """Wait until the engine is ready. Errors: EngineDead, with the engine's own sentence."""
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read(), name="engine-client")
+        if not self._listens:
+            self._listens = True
+            self._link.listen(self._take, self.fail)
         while self.state == "starting":
             await self._wait_for_change()
         if self.state == "dead":
@@ -70,7 +100,14 @@ class EngineClient:
         return self.limits
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[Output, None]:
-        """Yield what the engine says about this request; the last one has `finish_reason`.
+        """Yield what the engine says about this request, one by one. All else as `batches`."""
+        async with aclosing(self.batches(request)) as batches:
+            async for outputs in batches:
+                for output in outputs:
+                    yield output
+
+    async def batches(self, request: AddRequest) -> AsyncGenerator[list[Output], None]:
+        """Yield what the engine says about this request, each time all that has come; the last has `finish_reason`.
 
         Closing the iterator early, or cancelling who waits for it, aborts the request. If the engine dies, or refuses
         the request, the last output has reason ERROR and the sentence.
@@ -80,17 +117,16 @@ class EngineClient:
         if request_id in self._open:
             raise ValueError(f"request id {request_id!r} is already in use")
         if self.state != "ready":
-            yield _error(request_id, self._refusal())
+            yield [_error(request_id, self._refusal())]
             return
-        outputs: asyncio.Queue[Output] = asyncio.Queue()
-        self._open[request_id] = outputs
+        mail = self._open[request_id] = _Mail()
         over = False
         try:
             self._link.send(request)
             while not over:
-                output = await outputs.get()
-                over = output.finish_reason is not None
-                yield output
+                outputs = await mail.take()
+                over = outputs[-1].finish_reason is not None
+                yield outputs
         finally:
             if not over and request_id not in self._complete:
                 self.abort((request_id,))
@@ -109,9 +145,9 @@ class EngineClient:
         if self.state in ("ready", "draining"):
             self._link.send(AbortRequests(ids))
         for request_id in ids:
-            outputs = self._open.get(request_id)
-            if outputs is not None:
-                outputs.put_nowait(Output(request_id, finish_reason=FinishReason.ABORT))
+            mail = self._open.get(request_id)
+            if mail is not None:
+                mail.put(Output(request_id, finish_reason=FinishReason.ABORT))
 
     async def drain(self) -> None:
         """Take no new request, let the open ones end, stop the engine; return when it has stopped or died."""
@@ -129,27 +165,17 @@ class EngineClient:
     async def close(self) -> None:
         """Stop listening and free the sockets; what is still open ends with ERROR."""
         self.fail("the server has closed its link to the engine")
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
         self._link.close()
 
-    async def _read(self) -> None:
-        while self.state != "dead":
-            try:
-                message = await self._link.receive()
-            except WireError as error:
-                self.fail(str(error))
-                return
-            self._take(message)
-
     def _take(self, message: FromCore) -> None:
+        if self.state == "dead":
+            return
         if isinstance(message, Outputs):
             self.stats = message.stats
             for output in message.outputs:
-                outputs = self._open.get(output.request_id)
-                if outputs is not None:
-                    outputs.put_nowait(output)
+                mail = self._open.get(output.request_id)
+                if mail is not None:
+                    mail.put(output)
         elif isinstance(message, CoreReady):
             if message.version != WIRE_VERSION:
                 self.fail(f"the engine core speaks wire version {message.version}, the server {WIRE_VERSION}")
@@ -167,8 +193,8 @@ class EngineClient:
     def _die(self, reason: str | None) -> None:
         self.state = "dead"
         self.error = reason
-        for request_id, outputs in self._open.items():
-            outputs.put_nowait(_error(request_id, self._refusal()))
+        for request_id, mail in self._open.items():
+            mail.put(_error(request_id, self._refusal()))
         self._changed.set()
 
     def _refusal(self) -> str:

@@ -6,18 +6,20 @@ no queue is bounded. Nobody restarts: a side that is gone is noticed by the supe
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from rocm_serve.errors import UserError
 from rocm_serve.messages import WIRE_VERSION, FromCore, ToCore
 
 VERSION_FRAME: Final = WIRE_VERSION.to_bytes(2, "little")
 LONGEST_NAME: Final = "from_core.sock"
+AT_ONCE: Final = 64  # messages that are taken before others have a turn on the event loop
 FLUSH_MS: Final = 2000  # the last message (why the core died) has this long to leave
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -53,6 +55,11 @@ class CoreLink:
         self._outbox.set_hwm(0)
         self._outbox.connect(endpoint(run_dir, "from_core.sock"))
 
+    @property
+    def inbox(self) -> zmq.Socket[bytes]:
+        """What can be read from when a message has come."""
+        return self._inbox
+
     def receive(self, timeout_s: float) -> list[ToCore]:
         """Take all that has come; wait up to `timeout_s` for a first message."""
         messages: list[ToCore] = []
@@ -73,28 +80,60 @@ class CoreLink:
 
 
 class ClientLink:
-    """The server's end, on its event loop."""
+    """The server's end, on its event loop.
+
+    The loop watches the descriptor of a plain socket: zmq.asyncio takes several turns of the loop and a future for each
+    message. That descriptor speaks when something has changed, not as long as something is there, so whoever reads it
+    reads until nothing is left.
+    """
 
     def __init__(self, run_dir: str) -> None:
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
         self._inbox.bind(endpoint(run_dir, "from_core.sock"))
-        # Not an asyncio socket: sending never blocks (no high-water mark), and abort must work where nothing can await.
-        self._send_context = zmq.Context()
-        self._outbox = self._send_context.socket(zmq.PUSH)
+        self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.set_hwm(0)
         self._outbox.connect(endpoint(run_dir, "to_core.sock"))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._take: Callable[[FromCore], None]
+        self._fail: Callable[[str], None]
 
-    async def receive(self) -> FromCore:
-        return _decode(_from_core, await self._inbox.recv_multipart())
+    def listen(self, take: Callable[[FromCore], None], fail: Callable[[str], None]) -> None:
+        """Call `take` for every message from now on; `fail`, and nothing more, for what is none."""
+        self._take, self._fail = take, fail
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._inbox.fileno(), self._read)
+        self._loop.call_soon(self._read)
 
     def send(self, message: ToCore) -> None:
+        """Never blocks: the queue is not bounded."""
         self._outbox.send_multipart((VERSION_FRAME, _encoder.encode(message)), zmq.NOBLOCK)
 
     def close(self) -> None:
+        self._stop_listening()
         self._context.destroy(linger=0)
-        self._send_context.destroy(linger=0)
+
+    def _read(self) -> None:
+        for _ in range(AT_ONCE):
+            if self._loop is None:
+                return
+            try:
+                message = _decode(_from_core, self._inbox.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except WireError as error:
+                self._stop_listening()
+                self._fail(str(error))
+                return
+            self._take(message)
+        if self._loop is not None:
+            self._loop.call_soon(self._read)
+
+    def _stop_listening(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._inbox.fileno())
+            self._loop = None
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frames: list[bytes]) -> T:

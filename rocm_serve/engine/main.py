@@ -23,6 +23,8 @@ from rocm_serve.executor.multiproc import MultiprocExecutor
 from rocm_serve.lifeline import die_with_parent, show_stacks_on_signal
 from rocm_serve.trace import StepTrace, tracing
 
+log = logging.getLogger(__name__)
+
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -30,7 +32,8 @@ def serve(resolved: Resolved, trace: Callable[[StepTrace], None] | None) -> int:
     """Run the core of this configuration until it ends; return its exit code."""
     link = CoreLink(resolved.run_dir)
     heartbeat = Heartbeat(heartbeat_file(resolved.run_dir, "core"))
-    core = EngineCore(MultiprocExecutor(resolved, heartbeat), link, trace=trace)
+    executor = MultiprocExecutor(resolved, heartbeat)
+    core = EngineCore(executor, link, trace=trace, adaptive_drafting=resolved.adaptive_drafting)
 
     def drain(signum: int, frame: FrameType | None) -> None:
         core.drain()
@@ -38,7 +41,10 @@ def serve(resolved: Resolved, trace: Callable[[StepTrace], None] | None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, drain)
     try:
-        return core.run()
+        code = core.run()
+        if core.refusal is not None:
+            log.error("error: %s", core.refusal)
+        return code
     finally:
         link.close()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rocm_serve.engine.blocks import pages_for
-from rocm_serve.messages import EffectiveLimits
+from rocm_serve.messages import EffectiveLimits, Sampled, Work
 from rocm_serve.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ class Request:
     """Mutable state of a request between `add` and its end.
 
     Known tokens are the prompt and everything sampled. `planned` of them are rows of plans (in flight or done) since
-    the request was last admitted; preemption sets it back to 0. The next Work always starts at `planned`.
+    the request was last admitted, an accepted draft's row among them; preemption sets it back to 0. The next Work
+    always starts at `planned`.
     """
 
     rid: int  # counts up with every added request, so it also tells the order of arrival
@@ -27,6 +28,7 @@ class Request:
     params: SamplingParams
     prompt_len: int
     end_ids: tuple[int, ...]
+    longest: int  # most rows ever computed for it
     out: list[int] = field(default_factory=list)
     planned: int = 0
     told: int = 0  # output tokens that the workers know
@@ -35,7 +37,9 @@ class Request:
     slot: int = 0  # 0: not running
     pages: list[int] = field(default_factory=list)
     in_flight: int = 0  # plans in flight that name it
-    awaits: InFlight | None = None  # the plan in flight that brings its next token
+    awaits: InFlight | None = None  # the plan in flight that brings its next tokens
+    accepted: int = 0  # drafts of its last Work that the workers' state of it has yet to take in
+    drafts: tuple[int, ...] = ()  # proposed for the rows after the newest token
 
     @property
     def known(self) -> int:
@@ -71,6 +75,30 @@ def refusal(prompt_len: int, params: SamplingParams, limits: EffectiveLimits) ->
             f" {limits.page_size} tokens; this server has {limits.num_pages}"
         )
     return None
+
+
+def extend(
+    request: Request, tokens: tuple[int, ...], max_model_len: int
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Append new output tokens up to one that ends the request; return those appended, and why it is over."""
+    for count, token in enumerate(tokens, 1):
+        request.out.append(token)
+        reason = ending(request, token, max_model_len)
+        if reason is not None:
+            return tokens[:count], reason
+    return tokens, None
+
+
+def check_outcome(request: Request, work: Work, outcome: Sampled) -> None:
+    """Assert that a result is one of a Work that samples: what follows from its drafts, and what was asked for."""
+    accepted, tokens, about = outcome.accepted, outcome.tokens, f"request {request.rid}"
+    assert 0 <= accepted <= len(work.drafts), f"{accepted} of {len(work.drafts)} drafts accepted for {about}"
+    assert len(tokens) == accepted + 1, f"{len(tokens)} tokens with {accepted} accepted drafts for {about}"
+    assert tokens[:accepted] == work.drafts[:accepted], f"accepted drafts are not the tokens of {about}"
+    assert tokens[accepted:] != work.drafts[accepted : accepted + 1], f"a right draft was not accepted for {about}"
+    assert len(outcome.drafts) <= work.proposals, f"{len(outcome.drafts)} drafts proposed for {about}"
+    asked = len(tokens) if request.params.logprobs is not None else 0
+    assert len(outcome.logprobs) == asked, f"{len(outcome.logprobs)} log-probs for {about}"
 
 
 def ending(request: Request, token: int, max_model_len: int) -> FinishReason | None:

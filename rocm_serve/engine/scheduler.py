@@ -9,9 +9,13 @@ What goes into a plan, in this order of precedence:
 * Decoding requests (one output row left to compute) always go: their rows do not count against the budget. With
   `depth` > 1 they are split into `depth` groups of equal size +- 1, one group a plan, so that every stage has work.
 * All other rows (prompts; output rows of a preempted request, computed again) share `chunked_prefill_size` rows a plan.
-  A plan therefore never has more than max_running_requests + chunked_prefill_size rows.
+  A plan therefore never has more than max_running_requests x (1 + draft_tokens) + chunked_prefill_size rows.
 * The queue is strictly first come, first served. Its head enters when a slot is free and the pages that are left cover
-  all its known tokens, all known tokens of those that run, and one page of growth for each of these.
+  all its known tokens, all known tokens of those that run, and what each of these can grow by in one step.
+* Drafts of a request follow its newest token, as many as fit into pages that the known rows of all running requests
+  leave free: drafts preempt nobody. No more are asked for than can come out before its end. They are kept for the next
+  plan that names it; preemption and a plan that does not draft drop them. An accepted draft is a row done: the next
+  Work starts behind it.
 
 Prompts are cut only at multiples of min(64, chunked_prefill_size) from position 0, or at their end, and a Work never
 has rows of both prompt and output: a request's numbers do not depend on what runs beside it.
@@ -25,9 +29,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from rocm_serve.engine.blocks import Pool, pages_for
-from rocm_serve.engine.request import Request, ending, refusal
+from rocm_serve.engine.request import Request, check_outcome, extend, longest, refusal
 from rocm_serve.messages import (
     AddRequest,
+    DraftSpeed,
     EffectiveLimits,
     NewRequest,
     Output,
@@ -51,7 +56,7 @@ class InFlight:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _Sketch:
     """The plan being built."""
 
     budget: int
@@ -59,6 +64,7 @@ class _Draft:
     recurrent: list[Work]
     prompts: list[Work]
     new: list[NewRequest]
+    drafting: bool
     preempted: bool = False
 
 
@@ -73,6 +79,7 @@ class Scheduler:
         self.limits = limits
         self.depth = depth
         self.cut = min(GDN_CHUNK, limits.chunked_prefill_size)
+        self.growth = pages_for(1 + 2 * limits.draft_tokens, limits.page_size)  # a row, drafts, room to propose more
         self.pages = Pool(0, limits.num_pages)
         self.slots = Pool(1, min(limits.num_slots, limits.max_running_requests))
         self.waiting: deque[Request] = deque()
@@ -86,9 +93,12 @@ class Scheduler:
         self._next_seq = 0
         self._counts: dict[str, int] = dict.fromkeys(
             ("peak_running", "steps", "prefill_steps", "decode_steps", "mixed_steps")
-            + ("prompt_tokens", "generation_tokens", "preemptions", "aborted", "finished"),
+            + ("prompt_tokens", "generation_tokens", "preemptions", "aborted", "finished")
+            + ("decode_forwards", "decode_tokens"),
             0,
         )
+        self._drafted = [0] * limits.draft_tokens  # by position
+        self._accepted = [0] * limits.draft_tokens
 
     @property
     def idle(self) -> bool:
@@ -112,6 +122,7 @@ class Scheduler:
             params=request.params,
             prompt_len=len(request.prompt),
             end_ids=request.params.end_token_ids,
+            longest=longest(len(request.prompt), request.params, self.limits.max_model_len),
         )
         self._next_rid += 1
         self._by_id[state.request_id] = self._by_rid[state.rid] = state
@@ -130,40 +141,47 @@ class Scheduler:
 
     # A plan is made: schedule -> _plan_running, _admit -> _emit
 
-    def schedule(self) -> Plan | None:
-        """Make the next plan, or None: `depth` plans are in flight, or nothing can be computed before a result."""
+    def schedule(self, drafting: bool = True) -> Plan | None:
+        """Make the next plan, or None: `depth` plans are in flight, or nothing can be computed before a result.
+
+        Without `drafting` it verifies no drafts and asks for none.
+        """
         if len(self.in_flight) >= self.depth:
             return None
         record = InFlight(Plan(seq=self._next_seq, work=()))
-        draft = _Draft(self.limits.chunked_prefill_size, record, [], [], [])
-        self._plan_running(draft)
-        if self.waiting and not draft.preempted:
-            self._admit(draft)
-        work = (*draft.recurrent, *draft.prompts)
+        drafting = drafting and self.limits.draft_tokens > 0
+        sketch = _Sketch(self.limits.chunked_prefill_size, record, [], [], [], drafting)
+        self._plan_running(sketch)
+        if self.waiting and not sketch.preempted:
+            self._admit(sketch)
+        work = (*sketch.recurrent, *sketch.prompts)
         if not work:
             return None
-        record.plan = Plan(seq=self._next_seq, work=work, new=tuple(draft.new), released=tuple(self._released))
+        record.plan = Plan(seq=self._next_seq, work=work, new=tuple(sketch.new), released=tuple(self._released))
         self._next_seq += 1
         self._released.clear()
         self.in_flight.append(record)
         self._counts["peak_running"] = max(self._counts["peak_running"], len(self.running))
         return record.plan
 
-    def _plan_running(self, draft: _Draft) -> None:
+    def _plan_running(self, sketch: _Sketch) -> None:
         turn = dict.fromkeys(islice(self.ready, self._group_size()))
+        placed = []
         for request in list(self.running.values()):
             if request.slot == 0 or request.awaits is not None:
                 continue
             if request.rid in self.ready:
                 rows = 1 if request.rid in turn else 0
             else:
-                rows = self._rows(request, draft.budget)
-                draft.budget -= rows
+                rows = self._rows(request, sketch.budget)
+                sketch.budget -= rows
             if rows == 0:
                 continue
-            pages = self._grow(request, request.planned + rows, draft)
+            pages = self._grow(request, request.planned + rows, sketch)
             if pages is not None:
-                self._emit(request, rows, pages, draft)
+                placed.append((request, rows, pages))
+        for request, rows, pages in placed:  # those that gave way were newer, and are not among them
+            self._emit(request, rows, pages, sketch)
 
     def _group_size(self) -> int:
         """How many decoding requests this plan may take, so that `depth` plans share them evenly.
@@ -185,7 +203,7 @@ class Scheduler:
             return request.prompt_len - request.planned
         return max(0, end // self.cut * self.cut - request.planned)
 
-    def _grow(self, request: Request, upto: int, draft: _Draft) -> list[int] | None:
+    def _grow(self, request: Request, upto: int, sketch: _Sketch) -> list[int] | None:
         """Give it pages for `upto` tokens; None if it became a victim itself. Plans run in order, so a victim's pages
         may be given away while an older plan still reads them."""
         need = pages_for(upto, self.limits.page_size) - len(request.pages)
@@ -194,7 +212,7 @@ class Scheduler:
         while need > self.pages.num_free:
             victim = next(reversed(self.running.values()))
             self._preempt(victim)
-            draft.preempted = True
+            sketch.preempted = True
             if victim is request:
                 return None
         new = self.pages.take(need)
@@ -203,52 +221,83 @@ class Scheduler:
 
     def _preempt(self, victim: Request) -> None:
         self._leave(victim)
-        victim.planned = 0
+        victim.planned = victim.accepted = 0
+        victim.drafts = ()
         self.waiting.appendleft(victim)
         self._counts["preemptions"] += 1
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, sketch: _Sketch) -> None:
         size = self.limits.page_size
         spare = self.pages.num_free
         for request in self.running.values():
-            spare -= 1 + max(0, pages_for(request.known, size) - len(request.pages))
+            spare -= self.growth + max(0, pages_for(request.known, size) - len(request.pages))
         while self.waiting and self.slots.num_free:
             request = self.waiting[0]
             # A victim whose last plan is still in flight: what it has to compute is known when that is back.
             if request.in_flight or pages_for(request.known, size) > spare:
                 return
-            rows = self._rows(request, draft.budget)
+            rows = self._rows(request, sketch.budget)
             if rows == 0:
                 return
-            draft.budget -= rows
-            spare -= pages_for(request.known, size) + 1
+            sketch.budget -= rows
+            spare -= pages_for(request.known, size) + self.growth
             self.waiting.popleft()
             (request.slot,) = self.slots.take(1)
             self.running[request.rid] = request
-            pages = self._grow(request, rows, draft)
-            assert pages is not None and not draft.preempted, "admission promised pages that were not there"
-            self._emit(request, rows, pages, draft)
+            pages = self._grow(request, rows, sketch)
+            assert pages is not None and not sketch.preempted, "admission promised pages that were not there"
+            self._emit(request, rows, pages, sketch)
 
-    def _emit(self, request: Request, rows: int, pages: list[int], draft: _Draft) -> None:
+    def _emit(self, request: Request, rows: int, pages: list[int], sketch: _Sketch) -> None:
         start = request.planned
         end = start + rows
         recurrent = start >= request.prompt_len
         samples = end == request.known and request.params.max_tokens > 0
         if not request.mentioned:
             request.mentioned = True
-            draft.new.append(NewRequest(request.rid, request.prompt, request.params))
-        tokens = tuple(request.out[request.told :])
-        work = Work(request.rid, start, rows, recurrent, samples, request.slot, tuple(pages), tokens)
-        (draft.recurrent if recurrent else draft.prompts).append(work)
+            sketch.new.append(NewRequest(request.rid, request.prompt, request.params))
+        drafts, proposals = self._look_ahead(request, end, pages) if samples and sketch.drafting else ((), 0)
+        work = Work(
+            request.rid,
+            start,
+            rows + len(drafts),
+            recurrent,
+            samples,
+            request.slot,
+            tuple(pages),
+            tuple(request.out[request.told :]),
+            request.accepted,
+            drafts,
+            proposals,
+        )
+        (sketch.recurrent if recurrent else sketch.prompts).append(work)
         request.told = len(request.out)
         request.planned = end
+        request.accepted, request.drafts = 0, ()
         request.in_flight += 1
         if samples:
-            request.awaits = draft.record
-            draft.record.members += 1
+            request.awaits = sketch.record
+            sketch.record.members += 1
             self.ready.pop(request.rid, None)
         elif request.decodes:
             self.ready[request.rid] = request
+
+    def _look_ahead(self, request: Request, end: int, pages: list[int]) -> tuple[tuple[int, ...], int]:
+        """Return the drafts to verify in the rows from `end` on, and how many to ask for; add the pages for both.
+
+        A row whose token nobody can want, because max_tokens or the context ends before it, is never computed: should
+        all `drafts` be accepted, the newest token takes one row more, and what is asked for comes after that.
+        """
+        size = self.limits.page_size
+        room = (len(request.pages) + self.pages.num_free) * size - end
+        drafts = request.drafts[:room]
+        last = end + len(drafts)
+        assert last <= max(request.longest, end), f"request {request.rid} has drafts beyond its end"
+        proposals = max(0, min(self.limits.draft_tokens, room - len(drafts), request.longest - last - 1))
+        new = self.pages.take(max(0, pages_for(last + proposals, size) - len(request.pages)))
+        request.pages += new
+        pages += new
+        return drafts, proposals
 
     # A result comes back: commit -> _settle
 
@@ -288,20 +337,28 @@ class Scheduler:
                 return None
             reason = FinishReason.LENGTH if over else None
             return Output(request.request_id, prompt_logprobs=scores, finish_reason=reason)
-        assert outcome is not None and len(outcome.tokens) == 1, f"no token for request {request.rid}"
-        asked = request.params.logprobs is not None
-        assert len(outcome.logprobs) == asked, f"{len(outcome.logprobs)} log-probs for request {request.rid}"
-        token = outcome.tokens[0]
+        assert outcome is not None, f"no token for request {request.rid}"
+        check_outcome(request, work, outcome)
         request.awaits = None
-        request.out.append(token)
-        self._counts["generation_tokens"] += 1
-        reason = ending(request, token, self.limits.max_model_len)
+        tokens, reason = extend(request, outcome.tokens, self.limits.max_model_len)
+        self._count(work, outcome.accepted, len(tokens))
         if reason is not None:
             self._finish(request)
         elif request.slot:
+            request.planned += outcome.accepted
+            request.accepted, request.drafts = outcome.accepted, outcome.drafts
             self.ready[request.rid] = request
-        stop = token if reason is FinishReason.STOP else None
-        return Output(request.request_id, outcome.tokens, outcome.logprobs, scores, reason, stop)
+        stop = tokens[-1] if reason is FinishReason.STOP else None
+        return Output(request.request_id, tokens, outcome.logprobs[: len(tokens)], scores, reason, stop)
+
+    def _count(self, work: Work, accepted: int, tokens: int) -> None:
+        self._counts["generation_tokens"] += tokens
+        if work.recurrent:
+            self._counts["decode_forwards"] += 1
+            self._counts["decode_tokens"] += tokens
+        for position in range(len(work.drafts)):
+            self._drafted[position] += 1
+            self._accepted[position] += position < accepted
 
     def _new_scores(self, request: Request, work: Work, outcome: Sampled | None) -> tuple[TokenLogprob, ...]:
         """Prompt log-probs of this Work. Row p scores the token at p + 1; workers leave out what they reported before
@@ -344,7 +401,7 @@ class Scheduler:
 
     # What others may ask
 
-    def stats(self) -> Stats:
+    def stats(self, draft_speeds: tuple[DraftSpeed, ...] = ()) -> Stats:
         return Stats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -352,6 +409,11 @@ class Scheduler:
             pages_total=self.pages.count,
             slots_used=self.slots.num_used,
             slots_total=self.slots.count,
+            draft_tokens=sum(self._drafted),
+            accepted_draft_tokens=sum(self._accepted),
+            draft_tokens_by_position=tuple(self._drafted),
+            accepted_draft_tokens_by_position=tuple(self._accepted),
+            draft_speeds=draft_speeds,
             **self._counts,
         )
 
@@ -369,10 +431,14 @@ class Scheduler:
         for r in (*running, *self.waiting):
             assert r.in_flight == named.count(r.rid)
             assert r.planned <= r.known and r.told <= len(r.out)
+            assert not r.drafts or r.rid in self.ready, "drafts that follow no newest token"
+            assert not r.accepted or (r.rid in self.ready and r.accepted == len(r.out) - r.told - 1)
         for r in self.waiting:
             assert not r.pages and not r.slot and not r.planned, "a waiting request holds something"
         for r in running:
-            assert len(r.pages) == pages_for(r.planned, self.limits.page_size)
+            reach = min(r.planned + 2 * self.limits.draft_tokens, max(r.planned, r.longest))
+            size = self.limits.page_size
+            assert pages_for(r.planned, size) <= len(r.pages) <= pages_for(reach, size)
             assert (r.rid in self.ready) == (r.awaits is None and r.decodes), "ready and not decoding, or the reverse"
         assert all(rid in self.running for rid in self.ready)
         for record in self.in_flight:

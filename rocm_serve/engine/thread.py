@@ -19,7 +19,12 @@ class CoreThread(threading.Thread):
     """Runs the core until it is drained or fails. `exit_code` is None while it runs; `error` is what ended it badly."""
 
     def __init__(
-        self, run_dir: str, executor_factory: Callable[[], Executor], trace: Callable[[StepTrace], None] | None
+        self,
+        run_dir: str,
+        executor_factory: Callable[[], Executor],
+        trace: Callable[[StepTrace], None] | None,
+        *,
+        adaptive_drafting: bool = False,
     ) -> None:
         super().__init__(name=CORE_THREAD, daemon=True)
         self.exit_code: int | None = None
@@ -27,13 +32,15 @@ class CoreThread(threading.Thread):
         self._run_dir = run_dir
         self._factory = executor_factory
         self._trace = trace
+        self._adaptive = adaptive_drafting
 
     def run(self) -> None:
         try:
             link = CoreLink(self._run_dir)
             try:
                 executor = self._make(link)
-                self.exit_code = EngineCore(executor, link, trace=self._trace).run()
+                core = EngineCore(executor, link, trace=self._trace, adaptive_drafting=self._adaptive)
+                self.exit_code = core.run()
             finally:
                 link.close()
         except UserError as error:
@@ -58,6 +65,6 @@ def run_core_in_thread(
     trace: Callable[[StepTrace], None] | None = None,
 ) -> CoreThread:
     """Start the core in a thread. `executor_factory` is called there; what it raises reaches the client."""
-    thread = CoreThread(resolved.run_dir, executor_factory, trace)
+    thread = CoreThread(resolved.run_dir, executor_factory, trace, adaptive_drafting=resolved.adaptive_drafting)
     thread.start()
     return thread

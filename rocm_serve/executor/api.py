@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import zmq
+
 from rocm_serve.messages import EffectiveLimits, Plan, StepResult
 
 
@@ -24,10 +26,11 @@ class Executor(Protocol):
         """Queue one plan; never blocks on its result. At most `depth` unanswered plans."""
         ...
 
-    def poll(self, timeout_s: float) -> StepResult | None:
-        """Next result in submit order, or None after `timeout_s`. Raises ExecutorFailed."""
+    def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> StepResult | None:
+        """Next result in submit order, or None after `timeout_s`, or as soon as `wake` can be read from, or early for
+        no reason. Raises ExecutorFailed."""
         ...
 
-    def shutdown(self) -> None:
-        """Stop workers and free everything. Idempotent."""
+    def shutdown(self, *, failed: bool = False) -> None:
+        """Stop workers and free everything; `failed`: this is no orderly end. Idempotent."""
         ...

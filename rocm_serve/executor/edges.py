@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from rocm_serve.parallel.groups import EdgeGroup
+
+# gloo's own limit would end a step with the name of a buffer; that it takes too long is the core's to tell, and that a
+# rank stands still the watchdog's.
+_NO_LIMIT = timedelta(days=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,7 @@ class Arrival:
 
     def wait(self) -> torch.Tensor:
         """Block until the previous stage's rows are here."""
-        self.work.wait()
+        _wait(self.work, self.x_TH)
         return self.x_TH
 
 
@@ -56,8 +61,7 @@ class Sender:
     def send(self, x_TH: torch.Tensor) -> None:
         """Hand over `x_TH`: the caller must not write to it any more."""
         if len(self._flying) == self._slots:
-            work, _ = self._flying.popleft()
-            work.wait()
+            _wait(*self._flying.popleft())
         x_TH = x_TH.contiguous()
         work = dist.isend(x_TH, self._edge.peer, group=self._edge.group)
         assert work is not None
@@ -66,4 +70,11 @@ class Sender:
     def flush(self) -> None:
         """Wait for everything on its way."""
         while self._flying:
-            self._flying.popleft()[0].wait()
+            _wait(*self._flying.popleft())
+
+
+def _wait(work: dist.Work, x_TH: torch.Tensor) -> None:
+    if x_TH.device.type == "cpu":
+        work.wait(_NO_LIMIT)
+    else:
+        work.wait()  # NCCL would block the host for a limit of its own

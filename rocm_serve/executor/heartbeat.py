@@ -57,6 +57,9 @@ _WORDS: Final = {
 }
 
 
+_OF_STEPS: Final = (Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.WAITING_FOR_ROWS, Phase.REPORTING)
+
+
 class Progress(NamedTuple):
     """One look at a process. `step` is the last plan it began (the core: it has sent), `layer` the one it is in."""
 
@@ -65,10 +68,17 @@ class Progress(NamedTuple):
     layer: int
     phase: Phase
 
+    @property
+    def words(self) -> str:
+        """Name the phase; work before the first plan is that of warming up."""
+        if self.step < 0 and self.phase in _OF_STEPS:
+            return f"{Phase.WARMING_UP.words}: {self.phase.words}"
+        return self.phase.words
+
     def where(self) -> str:
         """Say it for people."""
         layer = f", layer {self.layer}" if self.layer >= 0 else ""
-        return f"step {self.step}{layer} ({self.phase.words})" if self.step >= 0 else self.phase.words + layer
+        return f"step {self.step}{layer} ({self.words})" if self.step >= 0 else self.words + layer
 
 
 class Heartbeat:

@@ -5,53 +5,82 @@ Every stage keeps the same table from the same plans. Letters: T padded rows, N 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from rocm_serve.executor.memory import padded
-from rocm_serve.executor.sampler import TokenCounts
+from rocm_serve.executor.sampler import SampleRow, TokenCounts
 from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
+from rocm_serve.ops.replay import replay_of
 from rocm_serve.types import SamplingParams
+
+_Array = np.ndarray[tuple[int, ...], np.dtype[np.int64 | np.int32]]
+_FIRST_SIZE = (64, 64)  # slots and pages that the page table begins with; it doubles as it must
 
 
 @dataclass(slots=True)
 class Request:
-    """One request as a worker sees it."""
+    """One request as a worker sees it. `num_pages`: its entries in the page table."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     output: list[int] = field(default_factory=list)
-    pages: array[int] = field(default_factory=lambda: array("i"))
+    num_pages: int = 0
     scored: int = 1  # prompt positions whose log-prob is out; position 0 has none
-    counts: TokenCounts = field(init=False)
+    sample: SampleRow = field(init=False)  # one object for all its tokens
 
     def __post_init__(self) -> None:
-        self.counts = TokenCounts(self.prompt)
+        counts = TokenCounts(self.prompt)
+        self.sample = SampleRow(self.params, 0, 0, self.prompt, self.output, counts)
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
 
     def rows(self, work: Work) -> Sequence[int]:
-        """Tokens of the rows that `work` names."""
+        """Tokens of the rows that `work` names: known ones of one kind, then its drafts."""
         base = len(self.prompt) if work.recurrent else 0
         source: Sequence[int] = self.output if work.recurrent else self.prompt
-        start = work.start - base
-        assert start >= 0 and start + work.num_rows <= len(source), f"rows of {work} are not known tokens of its kind"
-        return source[start : start + work.num_rows]
+        start, known = work.start - base, work.num_rows - len(work.drafts)
+        assert start >= 0 and start + known <= len(source), f"rows of {work} are not known tokens of its kind"
+        return (*source[start : start + known], *work.drafts) if work.drafts else source[start : start + known]
+
+    def known(self, start: int, stop: int) -> list[int]:
+        """Return the tokens at positions [start, stop), as far as they are known."""
+        prompt_len = len(self.prompt)
+        return [*self.prompt[start:stop], *self.output[max(start - prompt_len, 0) : max(stop - prompt_len, 0)]]
+
+    def next_sample(self) -> SampleRow:
+        """Return what the sampler has to know for the next token."""
+        self.sample.position = len(self.prompt) + len(self.output)
+        self.sample.num_generated = len(self.output)
+        return self.sample
+
+    def next_samples(self, drafts: Sequence[int]) -> list[SampleRow]:
+        """Return the same for the token after each of `drafts` as well, which count as output before it."""
+        first = self.next_sample()
+        if not drafts:
+            return [first]
+        rows = [SampleRow(first.params, first.position, first.num_generated, self.prompt, tuple(self.output))]
+        for i in range(1, len(drafts) + 1):
+            output = (*self.output, *drafts[:i]) if first.edited else ()  # read by penalties only
+            rows.append(SampleRow(first.params, first.position + i, first.num_generated + i, self.prompt, output))
+        return rows
 
 
 class RequestTable:
-    """Requests by rid, kept up to date by the plans alone."""
+    """Requests by rid and the page table by slot, kept up to date by the plans alone."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._requests: dict[int, Request] = {}
+        self._pages_SP = np.zeros(_FIRST_SIZE, dtype=np.int32)
 
     def __getitem__(self, rid: int) -> Request:
         return self._requests[rid]
@@ -66,26 +95,51 @@ class RequestTable:
         for new in plan.new:
             self._add(new)
         cleared = []
+        requests, page_size = self._requests, self._page_size
         for work in plan.work:
-            request = self._requests[work.rid]
-            request.output += work.tokens
+            request = requests[work.rid]
+            if work.tokens:
+                request.output += work.tokens
             if work.start == 0:
-                del request.pages[:]
+                request.num_pages = 0
                 cleared.append(work.slot)
-            request.pages.extend(work.new_pages)
-            self._check(request, work)
+            if work.new_pages:
+                self._add_pages(request, work)
+            end = work.start + work.num_rows
+            assert work.num_rows > 0 and work.slot > 0, f"empty work or the dummy slot: {work}"
+            assert end <= request.num_pages * page_size, f"{work} reaches beyond {request.num_pages} pages"
+            known = request.num_tokens + len(work.drafts)
+            assert not work.samples or end == known, f"{work} samples before token {request.num_tokens}"
+            assert not work.drafts or (work.samples and work.recurrent), f"drafts behind rows that sample none: {work}"
+            assert 0 <= work.accepted <= max(len(work.tokens) - 1, 0), f"accepted drafts are not among {work.tokens}"
+            assert work.start or not work.accepted, f"drafts accepted into a state that is cleared: {work}"
         return tuple(cleared)
+
+    def pages(self, works: Sequence[Work]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+        """Return the pages of each work's request, B x P, with P those of the longest; zeros or old ones beyond."""
+        requests = self._requests
+        widest = max((requests[work.rid].num_pages for work in works), default=0)
+        pages_BP: np.ndarray[tuple[int, int], np.dtype[np.int32]] = self._pages_SP[[w.slot for w in works], :widest]
+        return pages_BP
 
     def _add(self, new: NewRequest) -> None:
         assert new.rid not in self._requests, f"request {new.rid} is known already"
         assert new.prompt, f"request {new.rid} has no prompt"
         self._requests[new.rid] = Request(new.prompt, new.params)
 
-    def _check(self, request: Request, work: Work) -> None:
-        end = work.start + work.num_rows
-        assert work.num_rows > 0 and work.slot > 0, f"empty work or the dummy slot: {work}"
-        assert end <= len(request.pages) * self._page_size, f"{work} reaches beyond {len(request.pages)} pages"
-        assert not work.samples or end == request.num_tokens, f"{work} samples before token {request.num_tokens}"
+    def _add_pages(self, request: Request, work: Work) -> None:
+        first = request.num_pages
+        request.num_pages = end = first + len(work.new_pages)
+        slots, width = self._pages_SP.shape
+        if work.slot >= slots or end > width:
+            while work.slot >= slots:
+                slots *= 2
+            while end > width:
+                width *= 2
+            grown_SP = np.zeros((slots, width), dtype=np.int32)
+            grown_SP[: self._pages_SP.shape[0], : self._pages_SP.shape[1]] = self._pages_SP
+            self._pages_SP = grown_SP
+        self._pages_SP[work.slot, first:end] = work.new_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +152,24 @@ class PromptRows:
     alternatives: int
 
 
+class SampledRows(NamedTuple):
+    """Rows of the batch that draw a token: the last known one of a request, and those of its drafts behind it."""
+
+    rid: int
+    first_row: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> range:
+        return range(self.first_row, self.first_row + 1 + len(self.drafts))
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """One plan as tensors, and what is wanted from the rows of its result."""
 
     batch: ForwardBatch
-    sampled: tuple[tuple[int, int], ...]  # (rid, row of the batch) in plan order
+    sampled: tuple[SampledRows, ...]  # in plan order
     scored: tuple[PromptRows, ...]
 
 
@@ -113,51 +179,111 @@ def build_inputs(table: RequestTable, plan: Plan, cache: StageCache, device: tor
     Call it once per plan, after `table.apply(plan)`: prompt rows are marked as scored.
     """
     works = plan.work
-    recurrent = sum(work.recurrent for work in works)
+    recurrent = sum([work.recurrent for work in works])
     assert all(work.recurrent for work in works[:recurrent]), "recurrent work must come first"
-    starts = tuple(accumulate((work.num_rows for work in works), initial=0))
-    contexts = tuple(work.start for work in works)
-    slots = tuple(work.slot for work in works)
+    counts = [work.num_rows for work in works]
+    starts = tuple(accumulate(counts, initial=0))
+    contexts = tuple([work.start for work in works])
+    slots = tuple([work.slot for work in works])
     rows, rows_padded = starts[-1], padded(starts[-1], multiple)
 
-    tokens_T = torch.zeros(rows_padded, dtype=torch.int64)
-    positions_T = torch.zeros(rows_padded, dtype=torch.int64)
-    kv_index_N = torch.empty(rows, dtype=torch.int64)
-    widest = max((len(table[work.rid].pages) for work in works), default=0)
-    pages_BP = torch.zeros((len(works), widest), dtype=torch.int32)
-    page_size = cache.page_size
-    for b, work in enumerate(works):
-        request = table[work.rid]
-        own = slice(starts[b], starts[b + 1])
-        tokens_T[own] = torch.tensor(request.rows(work), dtype=torch.int64)
-        positions = torch.arange(work.start, work.start + work.num_rows)
-        positions_T[own] = positions
-        pages = torch.tensor(request.pages, dtype=torch.int32)
-        pages_BP[b, : len(pages)] = pages
-        kv_index_N[own] = pages[positions // page_size].long() * page_size + positions % page_size
+    tokens_T = np.zeros(rows_padded, dtype=np.int64)
+    tokens_T[:rows] = _tokens(table, works)
+    positions_T = np.zeros(rows_padded, dtype=np.int64)
+    positions_N = positions_T[:rows]
+    sequence_N = np.arange(len(works))
+    if rows == len(works):
+        positions_N[:] = contexts
+    else:
+        sequence_N = np.repeat(sequence_N, counts)
+        positions_N[:] = np.arange(rows) + np.subtract(contexts, starts[:-1])[sequence_N]
+    pages_BP = table.pages(works)
+    page_N, offset_N = np.divmod(positions_N, cache.page_size)
+    kv_index_N = pages_BP[sequence_N, page_N].astype(np.int64) * cache.page_size + offset_N
+
+    def on_device(values: _Array) -> torch.Tensor:
+        return _on_device(values, device)
 
     sequences = Sequences(
         row_starts=starts,
         contexts=contexts,
         slots=slots,
         num_recurrent=recurrent,
-        row_starts_B1=torch.tensor(starts, dtype=torch.int32).to(device),
-        contexts_B=torch.tensor(contexts, dtype=torch.int32).to(device),
-        slots_B=torch.tensor(slots, dtype=torch.int32).to(device),
-        page_table_BP=pages_BP.to(device),
+        row_starts_B1=on_device(np.array(starts, dtype=np.int32)),
+        contexts_B=on_device(np.array(contexts, dtype=np.int32)),
+        slots_B=on_device(np.array(slots, dtype=np.int32)),
+        page_table_BP=on_device(pages_BP),
     )
-    batch = ForwardBatch(tokens_T.to(device), positions_T.to(device), kv_index_N.to(device), sequences, cache)
-    sampled = tuple((work.rid, starts[b + 1] - 1) for b, work in enumerate(works) if work.samples)
-    scored = [_score(table[work.rid], work, starts[b]) for b, work in enumerate(works)]
+    replay = None
+    if cache.draft_tokens:
+        accepted, drafts = [work.accepted for work in works], [len(work.drafts) for work in works]
+        replay = replay_of(sequences, accepted, drafts, cache.draft_tokens)
+    batch = ForwardBatch(on_device(tokens_T), on_device(positions_T), on_device(kv_index_N), sequences, cache, replay)
+    sampled = tuple(
+        [
+            SampledRows(work.rid, end - 1 - len(work.drafts), work.drafts)
+            for work, end in zip(works, starts[1:], strict=True)
+            if work.samples
+        ]
+    )
+    scored = [_score(table[works[b].rid], works[b], starts[b]) for b in range(recurrent, len(works))]
     return StepInputs(batch, sampled, tuple(rows for rows in scored if rows is not None))
 
 
+def _tokens(table: RequestTable, works: Sequence[Work]) -> list[int]:
+    tokens: list[int] = []
+    for work in works:
+        request = table[work.rid]
+        if work.samples and work.recurrent and work.num_rows == 1:  # its newest token, as `apply` has checked
+            tokens.append(request.output[-1])
+        else:
+            tokens += request.rows(work)
+    return tokens
+
+
+def decode_batch(
+    table: RequestTable,
+    works: Sequence[Work],
+    positions: Sequence[int],
+    tokens: Sequence[int],
+    cache: StageCache,
+    device: torch.device,
+    multiple: int,
+) -> ForwardBatch:
+    """Lay one row of each of these requests at the position given: steps of the draft head, which keeps KV only."""
+    count = len(works)
+    tokens_T = np.zeros(padded(count, multiple), dtype=np.int64)
+    positions_T = np.zeros_like(tokens_T)
+    tokens_T[:count], positions_T[:count] = tokens, positions
+    pages_BP = table.pages(works)
+    page_N, offset_N = np.divmod(positions_T[:count], cache.page_size)
+    kv_index_N = pages_BP[np.arange(count), page_N].astype(np.int64) * cache.page_size + offset_N
+    slots = tuple([work.slot for work in works])
+    sequences = Sequences(
+        row_starts=tuple(range(count + 1)),
+        contexts=tuple(positions),
+        slots=slots,
+        num_recurrent=count,
+        row_starts_B1=_on_device(np.arange(count + 1, dtype=np.int32), device),
+        contexts_B=_on_device(np.array(positions, dtype=np.int32), device),
+        slots_B=_on_device(np.array(slots, dtype=np.int32), device),
+        page_table_BP=_on_device(pages_BP, device),
+    )
+    rows = (_on_device(values, device) for values in (tokens_T, positions_T, kv_index_N))
+    return ForwardBatch(*rows, sequences, cache)
+
+
+def _on_device(values: _Array, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.to(device)
+
+
 def _score(request: Request, work: Work, first_row: int) -> PromptRows | None:
-    """Name the rows of `work` whose next prompt token is still to be scored, and mark them.
+    """Name the rows of `work` (prompt rows) whose next prompt token is still to be scored, and mark them.
 
     A preempted request computes its prompt again but reports each position once.
     """
-    if request.params.prompt_logprobs is None or work.recurrent:
+    if request.params.prompt_logprobs is None:
         return None
     first = max(work.start + 1, request.scored)  # positions of target tokens
     end = min(work.start + work.num_rows + 1, len(request.prompt))

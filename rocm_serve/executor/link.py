@@ -83,6 +83,7 @@ class CoreLink:
         self._poller = zmq.Poller()
         self._poller.register(self._plans, zmq.POLLIN)
         self._poller.register(self._news, zmq.POLLIN)
+        self._wake: zmq.Socket[bytes] | None = None
         self.joined: set[int] = set()
         self.left: set[int] = set()
 
@@ -90,11 +91,18 @@ class CoreLink:
         """Send to every worker that has joined."""
         self._plans.send(_ENCODER.encode(message))
 
-    def receive(self, timeout_s: float) -> FromWorker | None:
-        """Return the next report, or None when there is none in `timeout_s` or only joins and leaves came.
+    def receive(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> FromWorker | None:
+        """Return the next report, or None when there is none in `timeout_s`, only joins and leaves came, or `wake` can
+        be read from.
 
         Reports are read before leaves: what a worker said last is known before it is known to be gone.
         """
+        if wake is not self._wake:
+            if self._wake is not None:
+                self._poller.unregister(self._wake)
+            if wake is not None:
+                self._poller.register(wake, zmq.POLLIN)
+            self._wake = wake
         ready = dict(self._poller.poll(max(0, ceil(timeout_s * 1000))))  # rounding down would spin below 1 ms
         if self._news in ready:
             return _FROM_WORKER.decode(self._news.recv())
@@ -129,9 +137,10 @@ class WorkerLink:
 
     def receive(self, *, wait: bool) -> ToWorker | None:
         """Return the next message; without `wait`, None when there is none yet."""
-        if not wait and not self._plans.poll(0):
+        try:
+            return _TO_WORKER.decode(self._plans.recv(0 if wait else zmq.NOBLOCK))
+        except zmq.Again:
             return None
-        return _TO_WORKER.decode(self._plans.recv())
 
     def send(self, message: FromWorker) -> None:
         self._news.send(_ENCODER.encode(message))

@@ -5,25 +5,37 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from rocm_serve.cache.allocate import KV_DTYPES, allocate_stage_cache, cache_bytes
+from rocm_serve.cache.allocate import allocate_stage_cache, cache_bytes, kv_dtype_of
 from rocm_serve.checkpoint.ledger import stage_catalogue
 from rocm_serve.checkpoint.load import Progress, dummy_fill, load_stage
 from rocm_serve.checkpoint.reader import CheckpointReader, read_config
+from rocm_serve.config.experts import expert_plan
+from rocm_serve.config.load import environment
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor import memory
+from rocm_serve.executor.binding import Wishes, check_same, op_facts, settle
+from rocm_serve.executor.experts import StageExperts, build_exchanges
 from rocm_serve.executor.inputs import RequestTable
+from rocm_serve.executor.probe_node import NodeProber, cache_folder, machine_key
 from rocm_serve.executor.runner import StageModel, StageRunner
 from rocm_serve.executor.sampler import Sampler
+from rocm_serve.executor.speculative import DraftHead
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, parse_config, stage_params
 from rocm_serve.models.registry import build_model
 from rocm_serve.ops.batch import StageCache
-from rocm_serve.ops.bind import bind_ops, binding_lines
+from rocm_serve.ops.bind import BoundOps, bind_ops, binding_lines
+from rocm_serve.ops.comm.choice import summing
+from rocm_serve.ops.fp8 import FN, FP8_DTYPES
+from rocm_serve.ops.probe_child import PRODUCT_TABLE, ops_of
+from rocm_serve.parallel.board import Board, NotesOfOneProcess
 from rocm_serve.parallel.comm import Comm
 from rocm_serve.parallel.layout import Param
 from rocm_serve.parallel.mesh import Coord
+from rocm_serve.platform.facts import Fp8Dialect, fp8_dialect
 from rocm_serve.platform.probe import free_device_bytes, free_ram_bytes, gpus_seen_by_torch
 
 log = logging.getLogger(__name__)
@@ -39,12 +51,14 @@ class LoadedStage:
     coord: Coord
     facts: ModelFacts
     model: StageModel
+    ops: BoundOps
     comm: Comm
     device: torch.device
     dtype: torch.dtype
     weight_bytes: int  # planned, from the parameter table
     held_bytes: int  # of the model's tensors, as they came out of `prepare`
     cache_bytes: int  # what is left for pages and slots
+    experts: StageExperts
 
     @property
     def page_bytes(self) -> int:
@@ -60,22 +74,19 @@ class LoadedStage:
             memory.layout_of(self.facts, self.coord, self.resolved),
             num_pages=num_pages,
             num_slots=num_slots,
-            kv_dtype=KV_DTYPES[self.resolved.kv_cache_dtype],
+            kv_dtype=kv_dtype_of(self.resolved.kv_cache_dtype, dialect_of(self.device)),
             conv_dtype=self.dtype,
             device=self.device,
         )
         planned = num_pages * self.page_bytes + (num_slots + 1) * self.slot_bytes
         allocated = self._allocated_bytes(cache)
         log.info("%s", memory.planned_and_allocated(self.coord.rank, self.weight_bytes, planned, allocated))
-        return StageRunner(
-            model=self.model,
-            coord=self.coord,
-            cache=cache,
-            table=RequestTable(self.resolved.page_size),
-            sampler=self._sampler() if self.coord.last_stage else None,
-            device=self.device,
-            row_multiple=memory.row_multiple(self.resolved),
-        )
+        table, multiple = RequestTable(self.resolved.page_size), memory.row_multiple(self.resolved)
+        sampler = self._sampler() if self.coord.last_stage else None
+        drafter = None
+        if sampler is not None and self.model.mtp is not None:
+            drafter = DraftHead(self.model.mtp, sampler, table, cache, self.device, multiple)
+        return StageRunner(self.model, self.coord, cache, table, sampler, self.device, multiple, drafter)
 
     def _allocated_bytes(self, cache: StageCache) -> int:
         """Ask torch what it has taken of the GPU; on a CPU, count the tensors."""
@@ -92,31 +103,63 @@ class LoadedStage:
             vocab_local=rows // ranks,
             vocab_used=self.resolved.vocab_used,
             device=self.device,
+            draw_token=self.ops.draw_token,
+            log_sum_exp=self.ops.log_sum_exp,
         )
 
 
 def load_stage_model(
-    resolved: Resolved, coord: Coord, comm: Comm, *, moved: Callable[[], None] = lambda: None
+    resolved: Resolved,
+    coord: Coord,
+    comm: Comm,
+    *,
+    moved: Callable[[], None] = lambda: None,
+    board: Board | None = None,
+    host: Comm | None = None,
+    table: str = PRODUCT_TABLE,
 ) -> LoadedStage:
     """Build this rank's part of the model and fill it, after checking that it fits. `moved` is told of progress.
 
+    `board`: of all ranks, where they agree on providers; needed with several. `host`: the ranks of `comm` over gloo,
+    for exchanges and sums that ask for it. `table`: "module:name" of the ops.
     Errors: UserError, one line, before any big read.
     """
     device = device_of(resolved, coord)
     dtype = MODEL_DTYPES[resolved.dtype]
-    allowed = _allowed_bytes(resolved, device)
+    comm = summing(resolved.all_reduce, comm, host, device)
     facts = parse_config(*read_config(resolved.model))
+    plan = expert_plan(resolved, facts)
+    _, units = _arch_of(device)
+    # First of all: what exchanges take of a GPU is no longer free then, and whatever is missing shows at once.
+    experts = build_exchanges(facts, plan, coord, resolved, comm, host=host, compute_units=units, dtype=dtype)
+    allowed = _allowed_bytes(resolved, device)
     reader = CheckpointReader(resolved.model) if resolved.load_format == "auto" else None
-    formats = ConfigFormats(facts) if reader is None else stage_catalogue(reader, facts, coord, mtp=False)
-    params = stage_params(facts, coord, formats=formats, mtp=False)
+    drafts = resolved.draft_tokens > 0
+    formats = ConfigFormats(facts) if reader is None else stage_catalogue(reader, facts, coord, mtp=drafts)
+    params = stage_params(facts, coord, formats=formats, mtp=drafts, experts=plan)
     weights = memory.weight_bytes(params, coord, resolved)
     step = memory.step_bytes(params, facts, coord, resolved)
     caches = memory.bytes_for_caches(coord.rank, allowed, weights, step)
-    ops = bind_ops(resolved.op, "cpu" if device.type == "cpu" else gpus_seen_by_torch().arch)
-    if coord.rank == 0:
-        for line in binding_lines(ops.report):
-            log.info("%s", line)
-    model = build_model(facts, coord, params, comm, ops, device=device, dtype=dtype, mtp=False)
+    ops = _bind(facts, params, coord, resolved, device, board, table, moved)
+    memory.check_preparation(
+        coord.rank, allowed, weights, memory.preparation_bytes(params, coord, resolved, ops.preparing)
+    )
+    dialect = dialect_of(device)
+    fp8 = FP8_DTYPES[dialect]
+    if fp8 is not FN and any(param.dtype == "fp8" for param in params.values()):
+        log.info("rank %d: FP8 weights are turned from e4m3fn into e4m3%s as they are read", coord.rank, dialect)
+    model = build_model(
+        facts,
+        coord,
+        params,
+        comm,
+        ops,
+        device=device,
+        dtype=dtype,
+        mtp=drafts,
+        fp8=fp8,
+        experts=experts.wiring if facts.is_moe else None,
+    )
     _fill(reader, facts, coord, params, dict(model.named_parameters()), resolved.seed, moved)
     model.prepare()
     log.info(
@@ -124,7 +167,7 @@ def load_stage_model(
         *(coord.rank, memory.human(weights), memory.human(step), memory.human(caches)),
     )
     held = sum(tensor.nbytes for tensor in model.state_dict().values())
-    return LoadedStage(resolved, coord, facts, model, comm, device, dtype, weights, held, caches)
+    return LoadedStage(resolved, coord, facts, model, ops, comm, device, dtype, weights, held, caches, experts)
 
 
 def device_of(resolved: Resolved, coord: Coord) -> torch.device:
@@ -134,6 +177,78 @@ def device_of(resolved: Resolved, coord: Coord) -> torch.device:
     device = torch.device("cuda", resolved.first_device + coord.rank - resolved.local_ranks.start)
     torch.cuda.set_device(device)
     return device
+
+
+def _bind(
+    facts: ModelFacts,
+    params: dict[str, Param],
+    coord: Coord,
+    resolved: Resolved,
+    device: torch.device,
+    board: Board | None,
+    table: str,
+    moved: Callable[[], None],
+) -> BoundOps:
+    """Choose providers with all other ranks, and load them. Rank 0 reports. Errors: UserError."""
+    arch, units = _arch_of(device)
+    ops = ops_of(table)
+    static = op_facts(
+        facts,
+        params,
+        coord,
+        resolved,
+        arch=arch,
+        compute_units=units,
+        dialect=dialect_of(device),
+        activation=resolved.fp8_activation,
+    )
+    shared = board or NotesOfOneProcess()
+    prober = NodeProber(
+        ops=ops,
+        facts=static,
+        device=str(device),
+        machine=machine_key(device, arch, units),
+        run_dir=Path(resolved.run_dir),
+        threads=resolved.torch_threads,
+        seed=resolved.seed,
+        table=table,
+        cache_dir=cache_folder(environment()),
+        moved=moved,
+    )
+    each = coord.mesh.world // resolved.nnodes
+    refused = settle(
+        ops, Wishes(resolved.op, resolved.preferred), static, shared, tuple(range(0, coord.mesh.world, each)), prober
+    )
+    bound = bind_ops(
+        resolved.op,
+        arch,
+        facts=static.mapping(),
+        activation=resolved.fp8_activation,
+        table=ops,
+        refused=refused,
+        preferred=resolved.preferred,
+    )
+    check_same(bound.report, bound.fp8_activation, shared, moved)
+    if coord.rank == 0:
+        for line in binding_lines(bound.report):
+            log.info("%s", line)
+    return bound
+
+
+def _arch_of(device: torch.device) -> tuple[str, int]:
+    """Name the architecture that ops are chosen for, and count compute units; a CPU has none."""
+    if device.type == "cpu":
+        return "cpu", 0
+    gpus = gpus_seen_by_torch()
+    return gpus.arch, gpus.compute_units
+
+
+def dialect_of(device: torch.device) -> Fp8Dialect:
+    """Say which encoding of e4m3 the device's matrix instructions read."""
+    if device.type == "cpu":
+        return "fn"
+    gpus = gpus_seen_by_torch()
+    return fp8_dialect("rocm" if gpus.kind == "rocm" else "cuda", gpus.arch)
 
 
 def _allowed_bytes(resolved: Resolved, device: torch.device) -> int:

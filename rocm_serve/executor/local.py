@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import zmq
 
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
 from rocm_serve.executor.api import ExecutorFailed
+from rocm_serve.executor.expert_counts import ExpertCounter, counter_of
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.memory import effective_limits
@@ -26,6 +28,7 @@ class LocalExecutor:
         self._resolved = resolved
         self._heartbeat = heartbeat or Heartbeat()
         self._runner: StageRunner | None = None
+        self._counter: ExpertCounter | None = None
         self._plan: Plan | None = None
         self._next_seq = 0
 
@@ -43,9 +46,12 @@ class LocalExecutor:
         loaded = WorkerLoaded(0, WIRE_VERSION, stage.cache_bytes, stage.page_bytes, stage.slot_bytes)
         limits = effective_limits(resolved, [loaded])
         self._runner = stage.runner(num_pages=limits.num_pages, num_slots=limits.num_slots)
-        for plan in warm_up_plans(resolved.page_size, resolved.max_model_len):
+        self._counter = counter_of(resolved, stage.coord, stage.facts, stage.model)
+        for plan in warm_up_plans(resolved.page_size, resolved.max_model_len, resolved.draft_tokens):
             self._heartbeat.enter(Phase.WARMING_UP)
             self._run(plan, "warming up")
+        if self._counter is not None:
+            self._counter.reset()
         self._heartbeat.enter(Phase.IDLE)
         return limits
 
@@ -56,7 +62,7 @@ class LocalExecutor:
         self._next_seq += 1
         self._plan = plan
 
-    def poll(self, timeout_s: float) -> StepResult | None:
+    def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> StepResult | None:
         """Run the submitted plan and return its result; None at once when there is none.
 
         Errors: ExecutorFailed, with the cause chained.
@@ -66,12 +72,16 @@ class LocalExecutor:
             return None
         self._heartbeat.enter(phase_of(plan), plan.seq)
         result = self._run(plan, f"step {plan.seq}")
+        if self._counter is not None:
+            self._counter.after_step()
         self._heartbeat.enter(Phase.IDLE)
         return result
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, failed: bool = False) -> None:
         """Free model and caches."""
-        self._runner = None
+        if self._counter is not None and not failed:
+            self._counter.write()
+        self._runner = self._counter = None
         self._plan = None
 
     def _run(self, plan: Plan, phase: str) -> StepResult:

@@ -15,9 +15,10 @@ from rocm_serve.config.load import FIELDS, flag_name
 from rocm_serve.config.resolve import check_total_tokens
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
+from rocm_serve.executor import experts_memory
 from rocm_serve.messages import EffectiveLimits, WorkerLoaded
 from rocm_serve.models.qwen3_5.spec import ModelFacts, stage_layers
-from rocm_serve.parallel.layout import Param, local_bytes, local_shape
+from rocm_serve.parallel.layout import Param, bytes_at, shape_at
 from rocm_serve.parallel.mesh import Coord, Mesh
 
 CPU_ROW_MULTIPLE = 32  # with rows padded to this, CPU GEMMs give a row the same bits in every batch
@@ -54,7 +55,7 @@ def human(nbytes: float) -> str:
 
 
 def layout_of(facts: ModelFacts, coord: Coord, resolved: Resolved) -> StageLayout:
-    return stage_layout(facts, coord, resolved.page_size)
+    return stage_layout(facts, coord, resolved.page_size, resolved.draft_tokens)
 
 
 def page_bytes(facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
@@ -70,34 +71,80 @@ def slot_bytes(facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
 def weight_bytes(params: Mapping[str, Param], coord: Coord, resolved: Resolved) -> int:
     """Bytes of this rank's parameters."""
     itemsize = CACHE_ITEMSIZE[resolved.dtype]
-    return sum(local_bytes(p, coord.mesh.tp, coord.tp_rank, model_itemsize=itemsize) for p in params.values())
+    return sum(bytes_at(p, coord.place, model_itemsize=itemsize) for p in params.values())
 
 
 def step_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
     """Bound the memory that one step holds beside weights and caches.
 
     Rows: `chunked_prefill_size` of them, each with a few streams of the hidden size and the widest inner layer in
-    float32. The last stage adds the logits of every running request and of one slice of scored prompt rows, with
-    the copies that sorting them takes. In bfloat16 the CPU's linear layers hold one weight in float32. Rows on their
-    way between stages come on top: `pp + 1` messages that leave, `pp` that were asked for.
+    float32, or what the routed experts take if that is more. The last stage adds the logits of every running request
+    and of one slice of scored prompt rows, with the copies that sorting them takes. In bfloat16 the CPU's linear layers
+    hold one weight in float32. Rows on their way to experts come on top, and those between stages: `pp + 1` messages
+    that leave, `pp` that were asked for.
     """
-    tp, tp_rank = coord.mesh.tp, coord.tp_rank
-    shapes = {
-        name: local_shape(p, tp, tp_rank) for name, p in params.items() if not name.endswith("embed_tokens.weight")
-    }
+    shapes = {name: shape_at(p, coord.place) for name, p in params.items() if not name.endswith("embed_tokens.weight")}
     matrices = {name: shape for name, shape in shapes.items() if len(shape) >= 2}
     # The head's rows are the logits, which are counted by themselves.
     widest = max((shape[-2] for name, shape in matrices.items() if name != "lm_head.weight"), default=0)
-    rows = padded(resolved.chunked_prefill_size + resolved.max_running_requests, CPU_ROW_MULTIPLE)
-    total = rows * 4 * (6 * facts.hidden_size + 3 * widest * max(1, facts.top_k))
+    rows = step_rows(resolved)
+    experts = experts_memory.step_workspace(params, facts, coord.place, resolved, rows, row_multiple(resolved))
+    inner = max(rows * 4 * 3 * widest * max(1, facts.top_k), experts)
+    total = rows * 4 * 6 * facts.hidden_size + inner + experts_memory.step_staging(params, facts, resolved, rows)
     if coord.last_stage:
-        vocab_local = -(-facts.vocab_size // tp)
-        total += (3 * padded(resolved.max_running_requests, CPU_ROW_MULTIPLE) + 2 * SCORED_ROWS) * vocab_local * 4
+        vocab_local = -(-facts.vocab_size // coord.mesh.tp)
+        total += (3 * padded(decode_rows(resolved), CPU_ROW_MULTIPLE) + 2 * SCORED_ROWS) * vocab_local * 4
     if resolved.device == "cpu" and resolved.dtype == "bfloat16":
         total += 4 * max((prod(shape[-2:]) for shape in matrices.values()), default=0)
     pp = coord.mesh.pp
     messages = (0 if coord.last_stage else pp + 1) + (0 if coord.first_stage else pp)
     return total + messages * rows * facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
+
+
+def step_rows(resolved: Resolved) -> int:
+    """Return the rows of the longest step, with padding."""
+    return padded(resolved.chunked_prefill_size + decode_rows(resolved), CPU_ROW_MULTIPLE)
+
+
+def decode_rows(resolved: Resolved) -> int:
+    """Return the most rows of decoding requests in a step: of each its newest token, and its drafts."""
+    return resolved.max_running_requests * (1 + resolved.draft_tokens)
+
+
+def preparation_bytes(params: Mapping[str, Param], coord: Coord, resolved: Resolved, preparing: Iterable[str]) -> int:
+    """Bytes that laying weights out anew takes for a moment: those of one op in one layer exist twice.
+
+    A prepared weight has as many bytes as a plain one, so nothing else changes. `preparing`: the ops that do it.
+    """
+    ops, itemsize = set(preparing), CACHE_ITEMSIZE[resolved.dtype]
+    groups: dict[str, int] = {}
+    for name, param in params.items():
+        op, group = _op_weights(name, param, params)
+        if op in ops:
+            size = bytes_at(param, coord.place, model_itemsize=itemsize)
+            groups[group] = groups.get(group, 0) + size
+    return max(groups.values(), default=0)
+
+
+def _op_weights(name: str, param: Param, params: Mapping[str, Param]) -> tuple[str, str]:
+    """Name the op whose weight a parameter is ("" for those that no provider lays out), and its group."""
+    weight = name.removesuffix("_scale_inv")
+    if ".experts." in name:
+        return "moe_experts", name.partition(".experts.")[0]
+    if params[weight].dtype == "fp8":
+        return "fp8_linear", weight
+    matrix = len(param.dims) == 2 and weight.endswith(".weight") and not weight.endswith("embed_tokens.weight")
+    return ("linear" if matrix else ""), weight
+
+
+def check_preparation(rank: int, allowed: int, weights: int, preparing: int) -> None:
+    """Errors: UserError when the weights fit, but not while they are laid out for their kernels."""
+    if preparing and weights + preparing > allowed:
+        raise UserError(
+            f"the model does not fit: rank {rank} may use {human(allowed)} (--mem-fraction), but its weights take"
+            f" {human(weights)}, and laying them out for their kernels {human(preparing)} more for a moment;"
+            " raise --mem-fraction, --tp or --pp, or choose providers that read them as they are: --op OP=reference"
+        )
 
 
 def communicator_bytes(coord: Coord, resolved: Resolved) -> int:
@@ -187,6 +234,7 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
         page_size=page_size,
         num_pages=pages,
         num_slots=slots,
+        draft_tokens=resolved.draft_tokens,
         reasons={
             "max_model_len": _why(resolved, "max_model_len"),
             "max_running_requests": running_why,
@@ -194,6 +242,7 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
             "page_size": _why(resolved, "page_size"),
             "num_pages": f"{pages * page_size} tokens of KV: {pages_why}",
             "num_slots": slots_why,
+            "draft_tokens": _why(resolved, "draft_tokens") if resolved.draft_tokens else "--speculative off",
         },
     )
 

@@ -9,6 +9,8 @@ import time
 from collections import deque
 from typing import NoReturn, TypeVar
 
+import zmq
+
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.api import ExecutorFailed
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
@@ -80,14 +82,14 @@ class MultiprocExecutor:
             self._head_since = time.monotonic()
         self._in_flight.append(plan.seq)
 
-    def poll(self, timeout_s: float) -> StepResult | None:
-        """Return the next result, or None after `timeout_s`.
+    def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> StepResult | None:
+        """Return the next result, or None after `timeout_s`; with `wake`, also when that socket can be read from.
 
         Errors: ExecutorFailed, also when the oldest plan has had no result for `dist_timeout` seconds.
         """
         end = time.monotonic() + timeout_s
         while True:
-            message = self._receive(end - time.monotonic())
+            message = self._receive(end - time.monotonic(), wake)
             if isinstance(message, StepResult):
                 expected = self._in_flight.popleft()
                 assert message.seq == expected, f"result of step {message.seq} where {expected} is due"
@@ -99,16 +101,16 @@ class MultiprocExecutor:
                 raise ExecutorFailed(
                     f"step {self._in_flight[0]} has no result after --dist-timeout {self._resolved.dist_timeout} s"
                 )
-            if now >= end:
+            if now >= end or wake is not None:
                 return None
 
-    def shutdown(self) -> None:
-        """Tell every worker to leave, see them go, and close the channels. Idempotent."""
+    def shutdown(self, *, failed: bool = False) -> None:
+        """Tell every worker to leave, and whether in good order, see them go, and close the channels. Idempotent."""
         link, self._link = self._link, None
         if link is None:
             return
-        link.publish(Shutdown())
-        end = time.monotonic() + _LEAVE_S
+        link.publish(Shutdown(failed))
+        end = time.monotonic() + (0.0 if failed else _LEAVE_S)  # after a failure the supervisors see to that
         while link.left < link.joined and time.monotonic() < end:
             link.receive(_TICK_S)
         link.close()
@@ -132,10 +134,10 @@ class MultiprocExecutor:
                 raise ExecutorFailed(f"ranks {missing} did not join within {self._resolved.dist_timeout} s")
         return [got[rank] for rank in sorted(got)]
 
-    def _receive(self, timeout_s: float) -> FromWorker | None:
+    def _receive(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> FromWorker | None:
         assert self._link is not None
         self._heartbeat.tick()
-        message = self._link.receive(timeout_s)
+        message = self._link.receive(timeout_s, wake)
         if isinstance(message, WorkerFailed):
             self._fail(message)
         if self._link.left:

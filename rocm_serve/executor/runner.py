@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,9 +12,10 @@ import torch.nn.functional as F
 
 from rocm_serve.cache.allocate import clear_slots
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
-from rocm_serve.executor.inputs import Request, RequestTable, StepInputs, build_inputs
+from rocm_serve.executor.inputs import RequestTable, SampledRows, StepInputs, build_inputs
 from rocm_serve.executor.memory import padded
-from rocm_serve.executor.sampler import SampledToken, Sampler, SampleRow
+from rocm_serve.executor.sampler import SampledToken, Sampler
+from rocm_serve.executor.speculative import DraftHead, DraftModel, accepted_of
 from rocm_serve.messages import NewRequest, Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, StageCache
 from rocm_serve.parallel.mesh import Coord
@@ -26,6 +27,11 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 
 class StageModel(Protocol):
     """What a stage's model does in a step. Shapes: T padded rows, R picked rows, V/t ids of this rank."""
+
+    @property
+    def mtp(self) -> DraftModel | None:
+        """The draft head, on the last stage of a server that drafts."""
+        ...
 
     def forward(self, batch: ForwardBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """Return the residual stream [T, H]; after the last stage it is normed."""
@@ -47,6 +53,7 @@ class StageRunner:
     sampler: Sampler | None  # on the last stage
     device: torch.device
     row_multiple: int
+    drafter: DraftHead | None = None  # on the last stage, where the server drafts
 
     def rows(self, plan: Plan) -> int:
         """Rows of the residual stream of this plan, padding included: what crosses each edge."""
@@ -71,27 +78,37 @@ class StageRunner:
     def _no_rows(self) -> torch.Tensor:
         return torch.empty((0, 0), device=self.device)
 
-    def _outcomes(self, plan: Plan, inputs: StepInputs, hidden_TH: torch.Tensor) -> Iterator[Sampled]:
+    def _outcomes(self, plan: Plan, inputs: StepInputs, hidden_TH: torch.Tensor) -> list[Sampled]:
         scores = self._score_prompts(inputs, hidden_TH)
-        sampled = self._sample(inputs, hidden_TH)
+        drawn = self._sample(inputs, hidden_TH)
+        drafts: dict[int, tuple[int, ...]] = {}
+        if self.drafter is not None:
+            tokens = {rid: [one.token for one in rows] for rid, rows in drawn.items()}
+            drafts = self.drafter.propose(plan, inputs, hidden_TH, tokens)
+        if not scores and not self.cache.draft_tokens:
+            return [_outcome(one, drawn[one.rid]) for one in inputs.sampled]
+        samples = {one.rid: one for one in inputs.sampled}
+        found = []
         for work in plan.work:
-            token = sampled.get(work.rid)
             prompt = scores.get(work.rid, ())
-            if token is None:
-                if prompt:
-                    yield Sampled(work.rid, prompt_logprobs=prompt)
-                continue
-            logprobs = () if token.logprob is None else (token.logprob,)
-            yield Sampled(work.rid, (token.token,), logprobs, prompt, accepted=1)
+            if work.rid in samples:
+                found.append(_outcome(samples[work.rid], drawn[work.rid], prompt, drafts.get(work.rid, ())))
+            elif prompt:
+                found.append(Sampled(work.rid, prompt_logprobs=prompt))
+        return found
 
-    def _sample(self, inputs: StepInputs, hidden_TH: torch.Tensor) -> dict[int, SampledToken]:
+    def _sample(self, inputs: StepInputs, hidden_TH: torch.Tensor) -> dict[int, list[SampledToken]]:
+        """Draw a token after every row that draws, by request: one, and one more for each of its drafts."""
         assert self.sampler is not None
         if not inputs.sampled:
             return {}
-        rids = [rid for rid, _ in inputs.sampled]
-        logits_RV = self._logits(hidden_TH[[row for _, row in inputs.sampled]])
-        rows = [_sample_row(self.table[rid]) for rid in rids]
-        return dict(zip(rids, self.sampler.sample(logits_RV[: len(rids)], rows), strict=True))
+        rows = [row for one in inputs.sampled for row in self.table[one.rid].next_samples(one.drafts)]
+        if inputs.sampled[-1].rows.stop == len(rows):  # the first rows of the batch, as in every pure decode step
+            logits_RV = self.model.logits(hidden_TH[: padded(len(rows), self.row_multiple)])
+        else:
+            logits_RV = self._logits(hidden_TH[[row for one in inputs.sampled for row in one.rows]])
+        drawn = iter(self.sampler.sample(logits_RV[: len(rows)], rows))
+        return {one.rid: [next(drawn) for _ in one.rows] for one in inputs.sampled}
 
     def _score_prompts(self, inputs: StepInputs, hidden_TH: torch.Tensor) -> dict[int, tuple[TokenLogprob, ...]]:
         assert self.sampler is not None
@@ -108,23 +125,24 @@ class StageRunner:
         return self.model.logits(F.pad(hidden_RH, (0, 0, 0, missing)))
 
 
-def _sample_row(request: Request) -> SampleRow:
-    return SampleRow(
-        params=request.params,
-        position=request.num_tokens,
-        num_generated=len(request.output),
-        prompt_ids=request.prompt,
-        output_ids=request.output,
-        counts=request.counts,
-    )
+def _outcome(
+    sampled: SampledRows,
+    drawn: Sequence[SampledToken],
+    prompt: tuple[TokenLogprob, ...] = (),
+    drafts: tuple[int, ...] = (),
+) -> Sampled:
+    tokens = tuple([one.token for one in drawn])
+    accepted = accepted_of(sampled.drafts, tokens)
+    kept = drawn[: accepted + 1]
+    logprobs = tuple([one.logprob for one in kept if one.logprob is not None])
+    return Sampled(sampled.rid, tokens[: accepted + 1], logprobs, prompt, accepted, drafts)
 
 
 def phase_of(plan: Plan) -> Phase:
     """Say what a step consists of."""
-    kinds = {work.recurrent for work in plan.work}
-    if kinds == {False}:
-        return Phase.PREFILL
-    return Phase.DECODE if kinds == {True} else Phase.MIXED
+    if not plan.work or plan.work[-1].recurrent:  # recurrent rows come first
+        return Phase.DECODE if plan.work else Phase.MIXED
+    return Phase.MIXED if plan.work[0].recurrent else Phase.PREFILL
 
 
 def watch_layers(model: StageModel, heartbeat: Heartbeat) -> None:
@@ -138,19 +156,21 @@ def watch_layers(model: StageModel, heartbeat: Heartbeat) -> None:
             module.register_forward_pre_hook(lambda *_, number=number: heartbeat.layer(number))
 
 
-def warm_up_plans(page_size: int, length: int) -> Iterator[Plan]:
-    """Make plans that touch every kind of work once: a scored prompt, a token after it, forgetting.
+def warm_up_plans(page_size: int, length: int, draft_tokens: int = 0) -> Iterator[Plan]:
+    """Make plans that touch every kind of work once: a scored prompt, a token after it, a draft, forgetting.
 
     Their `seq` is -1: they are run beside the counted ones, through the same edges.
     """
     params = SamplingParams(max_tokens=2, temperature=0.0, logprobs=1, prompt_logprobs=1)
     prompt = tuple(0 for _ in range(min(4, length)))
     rid, slot = WARM_UP_RID, 1
-    first_pages = tuple(range(-(-len(prompt) // page_size)))
+    after = len(prompt)
+    drafts = (0,) * min(draft_tokens, length - after - 1)
+    first_pages = tuple(range(-(-(after + len(drafts)) // page_size)))
     new = (NewRequest(rid, prompt, params),)
-    yield Plan(-1, (Work(rid, 0, len(prompt), False, True, slot, first_pages),), new)
-    if len(prompt) < length:
-        after = len(prompt)
-        page = tuple(range(len(first_pages), -(-(after + 1) // page_size)))
-        yield Plan(-1, (Work(rid, after, 1, True, True, slot, page, tokens=(0,)),))
+    yield Plan(-1, (Work(rid, 0, after, False, True, slot, first_pages, proposals=len(drafts)),), new)
+    if after < length:
+        end = after + 1 + len(drafts)
+        page = tuple(range(len(first_pages), -(-end // page_size)))
+        yield Plan(-1, (Work(rid, after, 1 + len(drafts), True, True, slot, page, tokens=(0,), drafts=drafts),))
     yield Plan(-1, (), released=(rid,))

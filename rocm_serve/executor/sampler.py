@@ -22,10 +22,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
+from rocm_serve.ops.contract import OpFunction
 from rocm_serve.ops.rows import ROW_MULTIPLE, pad_rows
 from rocm_serve.ops.sampling import reference, rng
 from rocm_serve.parallel.comm import Comm
@@ -61,13 +63,15 @@ class TokenCounts:
         return self._prompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleRow:
     """One row of logits and the request it belongs to.
 
     `position` is the index of the new token in its sequence, the prompt counted; `num_generated` says how many tokens
-    this request generated before it. `prompt_ids` and `output_ids` are read by penalties only. `counts` may be kept by
-    the caller, one object per request, so that penalties cost what the new tokens cost.
+    this request generated before it; both may be advanced by the owner. `prompt_ids` and `output_ids` are read by
+    penalties only. `counts` may be kept by the caller, one object per request, so that penalties cost what the new
+    tokens cost. What follows from `params` is found once: `filtered` (top_k, top_p, min_p), `narrow` (of those, by
+    candidates), `edited` (bias, masks, penalties).
     """
 
     params: SamplingParams
@@ -76,19 +80,19 @@ class SampleRow:
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
     counts: TokenCounts | None = None
+    filtered: bool = field(init=False)
+    narrow: bool = field(init=False)
+    edited: bool = field(init=False)
 
-    @property
-    def filtered(self) -> bool:
+    def __post_init__(self) -> None:
         p = self.params
-        return not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+        self.filtered = not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
+        self.narrow = self.filtered and 0 < p.top_k <= NARROW_LIMIT
+        penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
+        self.edited = bool(p.logit_bias) or p.min_tokens > 0 or penalties
 
-    @property
-    def narrow(self) -> bool:
-        return self.filtered and 0 < self.params.top_k <= NARROW_LIMIT
 
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     token: int
     logprob: TokenLogprob | None = None
 
@@ -106,11 +110,20 @@ class Sampler:
     """Sample and score on one vocabulary shard of `comm.size` equal ones.
 
     `vocab_start` and `vocab_local` place this shard among the rows of lm_head; ids from `vocab_used` on are padding
-    that no tokenizer knows: normalised over, never sampled, never an alternative.
+    that no tokenizer knows: normalised over, never sampled, never an alternative. `draw_token` and `log_sum_exp` are
+    the ops of those names.
     """
 
     def __init__(
-        self, comm: Comm, *, vocab_start: int, vocab_local: int, vocab_used: int, device: torch.device | str = "cpu"
+        self,
+        comm: Comm,
+        *,
+        vocab_start: int,
+        vocab_local: int,
+        vocab_used: int,
+        device: torch.device | str = "cpu",
+        draw_token: OpFunction = reference.draw_token,
+        log_sum_exp: OpFunction = reference.log_sum_exp,
     ) -> None:
         assert vocab_start == comm.rank * vocab_local, "vocabulary shards are equal and in rank order"
         assert 0 < vocab_used <= vocab_local * comm.size
@@ -119,7 +132,8 @@ class Sampler:
         self._width = vocab_local
         self._used = min(max(vocab_used - vocab_start, 0), vocab_local)
         self._device = torch.device(device)
-        self._offsets_V = rng.id_offsets(vocab_start, vocab_local, self._device)
+        self._draw_token = draw_token
+        self._log_sum_exp = log_sum_exp
 
     def sample(self, logits_RV: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Draw one token for each of `rows`; the same list on every rank.
@@ -129,16 +143,20 @@ class Sampler:
         """
         if not rows:
             return []
-        raw_RV = self._rows_in_blocks(logits_RV[: len(rows)])
+        raw_RV = logits_RV[: len(rows)]
+        assert raw_RV.dtype == torch.float32 and raw_RV.shape[-1] == self._width, "float32 logits of this shard"
         found = _Pass()
-        width = max((row.params.top_k for row in rows if row.narrow), default=0)
-        for start in range(0, len(rows), ROW_MULTIPLE):
-            block = slice(start, start + ROW_MULTIPLE)
-            self._shard_pass(raw_RV[block], rows[block], width, found)
+        if any([row.edited or row.filtered for row in rows]):  # noqa: C419 - twice as fast as a generator
+            width = max((row.params.top_k for row in rows if row.narrow), default=0)
+            for start in range(0, len(rows), ROW_MULTIPLE):
+                block = slice(start, start + ROW_MULTIPLE)
+                self._shard_pass(raw_RV[block], rows[block], width, found)
+        else:
+            found.packets.append(self._packet(raw_RV, rows))
         finite_SR, score_SR, id_SR = self._comm.all_gather(torch.cat(found.packets)).unbind(-1)
         score_R, token_R = reference.best_of_all(score_SR, id_SR)
         _refuse(rows, finite_SR.amin(0) > 0, score_R)
-        tokens = [int(token) for token in token_R.tolist()]
+        tokens: list[int] = token_R.long().tolist()
         self._draw_filtered(found, rows, tokens)
         return self._with_logprobs(raw_RV, rows, tokens)
 
@@ -168,20 +186,37 @@ class Sampler:
 
     def _shard_pass(self, raw_RV: torch.Tensor, rows: Sequence[SampleRow], width: int, found: _Pass) -> None:
         """Take one block through everything that this shard can do alone."""
-        x_RV = raw_RV[: len(rows)].clone()
-        x_RV[:, self._used :] = reference.NOTHING
-        for x_V, row in zip(x_RV, rows, strict=True):
-            self._edit(x_V, row)
+        x_RV = raw_RV
+        if edited := [i for i, row in enumerate(rows) if row.edited]:
+            x_RV = raw_RV.clone()
+            for i in edited:
+                self._edit(x_RV[i], rows[i])
         if narrow := [i for i, row in enumerate(rows) if row.narrow]:
-            values_RK, ids_RK = reference.top_of_shard(x_RV[narrow], width)
+            values_RK, ids_RK = reference.top_of_shard(self._without_padding(x_RV[narrow]), width)
             found.narrow.append(torch.stack((values_RK.double(), (ids_RK + self._start).double()), -1))
         if wide := [i for i, row in enumerate(rows) if row.filtered and not row.narrow]:
-            found.wide.append(x_RV[wide])
-        if plain := [i for i, row in enumerate(rows) if not row.filtered and not row.params.greedy]:
-            x_RV[plain] += self._noise([rows[i] for i in plain], self._offsets_V)
-        score_R, id_R = reference.best_of_shard(x_RV)
-        finite_R = reference.finite_rows(raw_RV)[: len(rows)]
-        found.packets.append(torch.stack((finite_R.double(), score_R.double(), (id_R + self._start).double()), -1))
+            found.wide.append(self._without_padding(x_RV[wide]))
+        packet_RF = self._packet(x_RV, rows)
+        if edited:  # what an edit masks is not a logit that is not finite
+            packet_RF[:, 0] = reference.finite_rows(raw_RV).double()
+        found.packets.append(packet_RF)
+
+    def _without_padding(self, x_RV: torch.Tensor) -> torch.Tensor:
+        """Mask ids that no tokenizer knows, in place: the rows keep the width that all shards have."""
+        x_RV[:, self._used :] = reference.NOTHING
+        return x_RV
+
+    def _packet(self, x_RV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+        """Say of each row: logits finite?, best score, its id. Rows that are filtered are drawn later: greedy here."""
+        drawn = [not (row.filtered or row.params.greedy) for row in rows]
+        keys_R = temperature_R = None
+        if any(drawn):
+            keys = [self._key(row) if wanted else 0 for row, wanted in zip(rows, drawn, strict=True)]
+            temperatures = [row.params.temperature if wanted else 0.0 for row, wanted in zip(rows, drawn, strict=True)]
+            keys_R = torch.tensor(keys, device=self._device)
+            temperature_R = torch.tensor(temperatures, dtype=torch.float32, device=self._device)
+        finite_R, score_R, id_R = self._draw_token(x_RV, keys_R, temperature_R, first_id=self._start, used=self._used)
+        return torch.stack((finite_R.double(), score_R.double(), (id_R + self._start).double()), -1)
 
     def _edit(self, x_V: torch.Tensor, row: SampleRow) -> None:
         """Apply bias, mask and penalties of one row in place, to the ids of this shard."""
@@ -212,11 +247,14 @@ class Sampler:
     def _local(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._device) - self._start
 
-    def _noise(self, rows: Sequence[SampleRow], offsets: torch.Tensor) -> torch.Tensor:
-        """Return temperature x Gumbel noise, rows x ids; `offsets` are those of one row or of each."""
-        keys = [[rng.as_signed(rng.row_key(r.params.seed, r.params.choice, r.position))] for r in rows]
+    def _key(self, row: SampleRow) -> int:
+        return rng.as_signed(rng.row_key(row.params.seed, row.params.choice, row.position))
+
+    def _noise(self, rows: Sequence[SampleRow], offsets_RW: torch.Tensor) -> torch.Tensor:
+        """Return temperature x Gumbel noise, rows x ids."""
+        keys = [[self._key(row)] for row in rows]
         temperature_R1 = torch.tensor([[r.params.temperature] for r in rows], device=self._device)
-        return rng.gumbel(torch.tensor(keys, device=self._device), offsets).mul_(temperature_R1)
+        return rng.gumbel(torch.tensor(keys, device=self._device), offsets_RW).mul_(temperature_R1)
 
     def _draw_filtered(self, found: _Pass, rows: Sequence[SampleRow], tokens: list[int]) -> None:
         """Replace the tokens of filtered rows; every rank sees all candidates of them."""
@@ -263,11 +301,11 @@ class Sampler:
         for i, row in enumerate(rows):
             if row.params.logprobs is not None:
                 wanted[i] = row.params.logprobs
-        logprobs: dict[int, TokenLogprob] = {}
-        if wanted:
-            picked_RV = raw_RV if len(wanted) == len(rows) else pad_rows(raw_RV[list(wanted)])
-            scored = self._score(picked_RV, [tokens[i] for i in wanted], list(wanted.values()))
-            logprobs = dict(zip(wanted, scored, strict=True))
+        if not wanted:
+            return [SampledToken(token) for token in tokens]
+        picked_RV = raw_RV if len(wanted) == len(rows) else raw_RV[list(wanted)]
+        scored = self._score(self._rows_in_blocks(picked_RV), [tokens[i] for i in wanted], list(wanted.values()))
+        logprobs = dict(zip(wanted, scored, strict=True))
         return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(tokens)]
 
     def _score(
@@ -301,7 +339,7 @@ class Sampler:
 
         What this shard has not got is -inf, as an id -1.
         """
-        max_R, sum_R = reference.log_sum_exp_parts(raw_RV)
+        max_R, sum_R = self._log_sum_exp(raw_RV)
         own_R1 = raw_RV.gather(-1, target_R1.clamp(0, self._width - 1))
         own_R1 = own_R1.masked_fill((target_R1 < 0) | (target_R1 >= self._width), reference.NOTHING)
         values_RK, ids_RK = reference.top_of_shard(raw_RV[:, : self._used], k)
@@ -319,6 +357,8 @@ class Sampler:
 
 def _refuse(rows: Sequence[SampleRow], finite_R: torch.Tensor, score_R: torch.Tensor) -> None:
     """Raise SamplingFailed, on every rank alike, when some row has no token to give."""
+    if bool((finite_R & (score_R != reference.NOTHING)).all()):
+        return
     finite = finite_R.tolist()
     bad = [f"row {i} (token {rows[i].position} of its sequence)" for i, fine in enumerate(finite) if not fine]
     if bad:

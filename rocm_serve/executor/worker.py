@@ -17,9 +17,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from rocm_serve.config.experts import meets_on_host
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
 from rocm_serve.executor.edges import Arrival, Receiver, Sender
+from rocm_serve.executor.expert_counts import ExpertCounter, counter_of
 from rocm_serve.executor.heartbeat import Heartbeat, Phase, heartbeat_file
 from rocm_serve.executor.link import WorkerLink, channels
 from rocm_serve.executor.loading import LoadedStage, load_stage_model
@@ -44,8 +46,20 @@ log = logging.getLogger(__name__)
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 3
+EXIT_SENT_AWAY = 4
+Loader = Callable[..., LoadedStage]  # as `load_stage_model`
 # gloo has no exception of its own.
 _OF_A_PEER = re.compile(r"by peer|Broken pipe|Connection refused|Timed out waiting|Connect timeout|Application timeout")
+
+
+class ToldToFail(Exception):
+    """Something else has failed, and everything ends."""
+
+
+def _leave(message: Shutdown) -> None:
+    """Errors: ToldToFail."""
+    if message.failed:
+        raise ToldToFail
 
 
 @dataclass(slots=True)
@@ -58,16 +72,20 @@ class StageLoop:
     link: WorkerLink
     trace: Callable[[StageTrace], None] | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    counter: ExpertCounter | None = None
     step: int = -1  # plan that runs now, for the failure report
 
     def warm_up(self, plans: list[Plan]) -> None:
         """Run `plans` through runner and edges and tell nobody."""
         for plan in plans:
-            self.heartbeat.tick()
-            self._run(plan, self._post(plan))
+            arrival = self._post(plan)
+            self.heartbeat.enter(Phase.WARMING_UP if arrival is None else Phase.WAITING_FOR_ROWS)
+            self._run(plan, arrival)
+        if self.counter is not None:
+            self.counter.reset()
 
     def serve(self) -> None:
-        """Run plans until Shutdown. Returns with nothing on its way.
+        """Run plans until Shutdown. Returns with nothing on its way; raises ToldToFail when something has failed.
 
         Every plan that has come is given its receive before the oldest one runs, so that the previous stage never
         waits for this one to look.
@@ -79,7 +97,7 @@ class StageLoop:
                 self.heartbeat.enter(Phase.IDLE)
             while (message := self.link.receive(wait=not waiting)) is not None:
                 if isinstance(message, Shutdown):
-                    return
+                    return _leave(message)
                 assert isinstance(message, Plan), f"unexpected while serving: {message}"
                 assert message.seq == next_seq, f"plan {message.seq} came where {next_seq} is next: one is lost"
                 next_seq += 1
@@ -90,6 +108,8 @@ class StageLoop:
             result = self._run(plan, arrival)
             if result is not None and self.runner.coord.tp_rank == 0:
                 self.link.send(result)
+            if self.counter is not None:
+                self.counter.after_step()
 
     def _post(self, plan: Plan) -> Arrival | None:
         return self.receiver.post(self.runner.rows(plan)) if self.receiver is not None and plan.work else None
@@ -110,12 +130,13 @@ class StageLoop:
 
 
 class Worker:
-    """One rank from start to end; `phase` says where it is."""
+    """One rank from start to end; `phase` says where it is. `load` makes its stage."""
 
-    def __init__(self, resolved: Resolved, rank: int, link: WorkerLink) -> None:
+    def __init__(self, resolved: Resolved, rank: int, link: WorkerLink, load: Loader = load_stage_model) -> None:
         self.resolved = resolved
         self.coord = Mesh(tp=resolved.tp, pp=resolved.pp, ep=resolved.ep).coord(rank)
         self.link = link
+        self._load = load
         self.heartbeat = Heartbeat(heartbeat_file(resolved.run_dir, f"rank-{rank}"))
         self._phase = Phase.STARTING
         self._loop: StageLoop | None = None
@@ -136,25 +157,31 @@ class Worker:
             gpu=resolved.device != "cpu",
             init_addr=resolved.dist_init_addr,
             timeout_s=resolved.dist_timeout,
+            host=meets_on_host(resolved) or resolved.all_reduce == "aiter",
         )
         self._enter(Phase.LOADING)
-        stage = load_stage_model(resolved, coord, groups.tp, moved=self.heartbeat.tick)
+        stage = self._load(resolved, coord, groups.tp, moved=self.heartbeat.tick, board=groups.board, host=groups.host)
         watch_layers(stage.model, self.heartbeat)
         self.heartbeat.enter(Phase.LOADED)
         self.link.send(WorkerLoaded(coord.rank, WIRE_VERSION, stage.cache_bytes, stage.page_bytes, stage.slot_bytes))
         message = self.link.receive(wait=True)
         if isinstance(message, Shutdown):
-            return
+            return _leave(message)
         assert isinstance(message, AllocateCache), f"unexpected after loading: {message}"
         self._enter(Phase.ALLOCATING)
         runner = stage.runner(num_pages=message.num_pages, num_slots=message.num_slots)
-        self._loop = StageLoop(runner, *self._edges(groups, stage), self.link, heartbeat=self.heartbeat)
+        counter = counter_of(resolved, coord, stage.facts, stage.model)
+        edges = self._edges(groups, stage)
+        self._loop = StageLoop(runner, *edges, self.link, heartbeat=self.heartbeat, counter=counter)
         self._enter(Phase.WARMING_UP)
-        self._loop.warm_up(list(warm_up_plans(resolved.page_size, resolved.max_model_len)))
+        self._loop.warm_up(list(warm_up_plans(resolved.page_size, resolved.max_model_len, resolved.draft_tokens)))
         self.link.send(WorkerReady(coord.rank))
         self._enter(Phase.IDLE)
         with tracing(resolved.trace, f"rank-{coord.rank}") as self._loop.trace:
             self._loop.serve()
+        if counter is not None:
+            counter.write()
+        stage.experts.close()
         leave_groups()
 
     def _edges(self, groups: Groups, stage: LoadedStage) -> tuple[Receiver | None, Sender | None]:
@@ -183,10 +210,10 @@ def _place(worker: Worker) -> tuple[int, int]:
     return worker.coord.stage, worker.coord.tp_rank
 
 
-def run_worker(resolved: Resolved, rank: int) -> int:
+def run_worker(resolved: Resolved, rank: int, load: Loader = load_stage_model) -> int:
     """Run one rank and return the exit code of its process; a failure is told to the core first."""
     link = WorkerLink(channels(resolved), rank)
-    worker = Worker(resolved, rank, link)
+    worker = Worker(resolved, rank, link, load)
     code = 0
     try:
         worker.run()
@@ -194,6 +221,9 @@ def run_worker(resolved: Resolved, rank: int) -> int:
         log.error("error: %s", error)
         link.send(WorkerFailed(rank, worker.phase, str(error)))
         code = EXIT_USER_ERROR
+    except ToldToFail:
+        log.error("rank %d leaves in %s: the engine core ends everything because of a failure", rank, worker.phase)
+        code = EXIT_SENT_AWAY
     except Exception as error:
         log.exception("rank %d failed during %s", rank, worker.phase)
         sentence = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -203,7 +233,8 @@ def run_worker(resolved: Resolved, rank: int) -> int:
     return code
 
 
-def main() -> None:
+def main(load: Loader = load_stage_model) -> None:
+    """Be the process of one rank. `load`: a program of its own may bring another stage (benchmarks: a null model)."""
     show_stacks_on_signal()
     die_with_parent()
     parser = argparse.ArgumentParser(description="One rank of rocm-serve; started by its supervisor.")
@@ -212,7 +243,7 @@ def main() -> None:
     args = parser.parse_args()
     resolved = msgspec.json.decode(args.resolved.read_bytes(), type=Resolved)
     logging.basicConfig(level=resolved.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    code = run_worker(resolved, args.rank)
+    code = run_worker(resolved, args.rank, load)
     logging.shutdown()
     sys.stdout.flush()
     # Destructors of broken process groups wait for peers that are gone.

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rocm_serve.errors import UserError
+from rocm_serve.parallel.board import Board, NotesOfOneProcess, StoreBoard
 from rocm_serve.parallel.comm import Comm, GlooComm, NcclComm, SoloComm
 from rocm_serve.parallel.mesh import Coord
 
@@ -27,34 +28,43 @@ class Groups:
     """What one rank can talk to."""
 
     tp: Comm
+    host: Comm | None  # the same ranks over gloo, where asked for: for what libraries tell each other when they start
+    board: Board
     from_previous: EdgeGroup | None  # None on the first stage
     to_next: EdgeGroup | None  # None on the last stage
 
 
-def make_groups(coord: Coord, *, gpu: bool, init_addr: str, timeout_s: float) -> Groups:
+def make_groups(coord: Coord, *, gpu: bool, init_addr: str, timeout_s: float, host: bool = False) -> Groups:
     """Join the world at `init_addr` (host:port of rank 0's TCPStore) and make this rank's groups.
 
-    Every rank makes every group in the same order, as torch.distributed asks. One rank needs no world at all.
+    `host`: make `Groups.host`, too. Every rank makes every group in the same order, as torch.distributed asks. One rank
+    needs no world at all.
     Errors: torch.distributed's own when a peer does not appear within `timeout_s`.
     """
     mesh = coord.mesh
     if mesh.world == 1:
-        return Groups(tp=SoloComm(), from_previous=None, to_next=None)
+        solo = SoloComm()
+        return Groups(tp=solo, host=solo if host else None, board=NotesOfOneProcess(), from_previous=None, to_next=None)
     timeout = timedelta(seconds=timeout_s)
     store = _store(init_addr, mesh.world, is_master=coord.rank == 0, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=coord.rank, world_size=mesh.world, timeout=timeout)
     backend = "nccl" if gpu else "gloo"
 
-    def make(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def make(ranks: tuple[int, ...], backend: str = backend) -> dist.ProcessGroup | None:
         group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
         return group if coord.rank in ranks else None
 
+    def of_stages(backend: str) -> dist.ProcessGroup:
+        mine = [make(mesh.tp_group(stage), backend) for stage in range(mesh.pp)][coord.stage]
+        assert mine is not None
+        return mine
+
     tp: Comm = SoloComm()
     if mesh.tp > 1:
-        groups = [make(mesh.tp_group(stage)) for stage in range(mesh.pp)]
-        mine = groups[coord.stage]
-        assert mine is not None
-        tp = NcclComm(mine) if gpu else GlooComm(mine)
+        tp = NcclComm(of_stages(backend)) if gpu else GlooComm(of_stages(backend))
+    beside: Comm | None = None
+    if host:
+        beside = GlooComm(of_stages("gloo")) if gpu and mesh.tp > 1 else tp
     from_previous = to_next = None
     for stage in range(mesh.pp - 1):
         for tp_rank in range(mesh.tp):
@@ -65,7 +75,8 @@ def make_groups(coord: Coord, *, gpu: bool, init_addr: str, timeout_s: float) ->
                 to_next = EdgeGroup(edge, target)
             elif edge is not None:
                 from_previous = EdgeGroup(edge, source)
-    return Groups(tp=tp, from_previous=from_previous, to_next=to_next)
+    board = StoreBoard(store, coord.rank, mesh.world)
+    return Groups(tp=tp, host=beside, board=board, from_previous=from_previous, to_next=to_next)
 
 
 def _store(init_addr: str, world: int, *, is_master: bool, timeout: timedelta) -> dist.Store:

@@ -1,8 +1,10 @@
-"""Which rank sits where: world = pipeline stages x tensor-parallel ranks. Pure."""
+"""Which rank sits where: world = pipeline stages x tensor-parallel ranks, `ep` dividing the latter. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from rocm_serve.parallel.layout import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class Coord:
     tp_rank: int
     stage: int
     mesh: Mesh
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands on the axes that cut weights."""
+        return Place(self.mesh.tp, self.tp_rank, self.mesh.ep)
 
     @property
     def first_stage(self) -> bool:

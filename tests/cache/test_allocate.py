@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_serve.cache.allocate import allocate_stage_cache, clear_slots
+from rocm_serve.cache.allocate import allocate_stage_cache, cache_bytes, clear_slots
 from rocm_serve.cache.layout import stage_layout
 from rocm_serve.ops.batch import StageCache
 from rocm_serve.parallel.mesh import Mesh
 from tests.executor.wishes import facts
 
 
-def allocate(tp: int = 1, pp: int = 1, rank: int = 0) -> StageCache:
+def allocate(tp: int = 1, pp: int = 1, rank: int = 0, draft_tokens: int = 0) -> StageCache:
     return allocate_stage_cache(
-        stage_layout(facts(), Mesh(tp, pp).coord(rank), page_size=4),
+        stage_layout(facts(), Mesh(tp, pp).coord(rank), page_size=4, draft_tokens=draft_tokens),
         num_pages=6,
         num_slots=3,
         kv_dtype=torch.float8_e4m3fn,
@@ -31,6 +31,7 @@ def test_stages_hold_every_layer_once_and_only_their_kind_of_state(pp: int) -> N
         assert cache.k_pages.keys() == cache.v_pages.keys() and cache.conv.keys() == cache.ssm.keys()
         assert all(facts().layer_types[i] == "full_attention" for i in cache.k_pages)
         assert all(facts().layer_types[i] == "linear_attention" for i in cache.ssm)
+        assert not cache.pending_u and not cache.pending_ba
         seen += [*cache.k_pages, *cache.ssm]
     assert sorted(seen) == list(range(facts().num_layers))
 
@@ -46,9 +47,34 @@ def test_shapes_and_dtypes_are_the_documented_ones() -> None:
     assert all(x.shape == (4, heads, dv, dk) and x.dtype == torch.float32 for x in cache.ssm.values())
 
 
+@pytest.mark.parametrize("draft_tokens", [1, 4])
+def test_with_drafts_the_last_stage_has_their_pages_and_every_gdn_layer_their_rows(draft_tokens: int) -> None:
+    f, tp, pp = facts(), 2, 2
+    for rank in range(tp * pp):
+        cache, plain = allocate(tp, pp, rank, draft_tokens), allocate(tp, pp, rank)
+        last = rank >= tp
+        assert cache.k_pages.keys() - plain.k_pages.keys() == ({-1} if last else set())
+        assert cache.v_pages.keys() == cache.k_pages.keys()
+        assert cache.pending_u.keys() == cache.pending_ba.keys() == cache.ssm.keys() == plain.ssm.keys()
+        channels, heads = (2 * f.key_dim + f.value_dim) // tp, f.linear_num_value_heads // tp
+        assert {(x.shape, x.dtype) for x in cache.pending_u.values()} == {((4, draft_tokens, channels), torch.bfloat16)}
+        assert {(x.shape, x.dtype) for x in cache.pending_ba.values()} == {
+            ((4, draft_tokens, 2 * heads), torch.bfloat16)
+        }
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+def test_the_layout_counts_every_byte_that_is_allocated(draft_tokens: int) -> None:
+    for rank in range(2):
+        layout = stage_layout(facts(), Mesh(1, 2).coord(rank), page_size=4, draft_tokens=draft_tokens)
+        held = cache_bytes(allocate(1, 2, rank, draft_tokens))
+        assert held == 6 * layout.page_bytes(1) + 4 * layout.slot_bytes(2)
+
+
 def test_everything_starts_at_zero_and_is_memory_of_its_own() -> None:
-    cache = allocate()
-    tensors = [x for group in (cache.k_pages, cache.v_pages, cache.conv, cache.ssm) for x in group.values()]
+    cache = allocate(draft_tokens=2)
+    groups = (cache.k_pages, cache.v_pages, cache.conv, cache.ssm, cache.pending_u, cache.pending_ba)
+    tensors = [x for group in groups for x in group.values()]
     assert all(not x.float().any() for x in tensors)
     for value, x in enumerate(tensors):
         x.copy_(torch.full_like(x, value + 1, dtype=torch.float32).to(x.dtype))
@@ -57,11 +83,13 @@ def test_everything_starts_at_zero_and_is_memory_of_its_own() -> None:
 
 
 def test_clearing_a_slot_touches_no_other() -> None:
-    cache = allocate()
-    for group in (cache.conv, cache.ssm):
+    cache = allocate(draft_tokens=2)
+    groups = (cache.conv, cache.ssm, cache.pending_u, cache.pending_ba)
+    for group in groups:
         for x in group.values():
             x.fill_(1.0)
     clear_slots(cache, (2,))
-    for group in (cache.conv, cache.ssm):
+    for group in groups:
+        assert group
         for x in group.values():
             assert not x[2].any() and (x[[0, 1, 3]] == 1).all()

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rocm_serve.engine.scheduler import Scheduler
-from rocm_serve.messages import AddRequest, EffectiveLimits, Output, Plan, StepResult
-from rocm_serve.types import SamplingParams
-from tests.engine.simulation import Answer, FakeWorker, make_prompt
+from rocm_serve.messages import AddRequest, EffectiveLimits, Output, Plan, Sampled, StepResult, Work
+from rocm_serve.types import FinishReason, SamplingParams
+from tests.engine.simulation import Answer, Drafter, FakeWorker, make_prompt
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Story:
     depth: int
     jobs: tuple[Job, ...]
     patience: tuple[bool, ...] = (True,)  # per tick, repeated: where False, a result waits while more can be planned
+    drafter: Drafter = Drafter()
+    drafting: tuple[bool, ...] = (True,)  # per tick, repeated: whether a plan may draft
 
 
 @dataclass
@@ -48,16 +50,19 @@ class Driver:
     def __init__(self, story: Story) -> None:
         self.story = story
         self.scheduler = Scheduler(story.limits, story.depth)
-        self.worker = FakeWorker(story.limits)
+        self.worker = FakeWorker(story.limits, story.drafter)
         self.results: deque[StepResult] = deque()
         self.log = Log()
         self.ended: set[str] = set()
         self.rids: dict[int, str] = {}
+        self.forwards = self.tokens_of_forwards = 0
+        self.drafted: Counter[int] = Counter()
+        self.accepted: Counter[int] = Counter()
 
     def run(self, max_ticks: int = 5_000) -> Log:
         jobs = self.story.jobs
         last = max(max(job.arrives, job.aborted_at or 0) for job in jobs)
-        tick = 0
+        tick = self.tick = 0
         while tick <= last or not self.scheduler.idle:
             for number, job in enumerate(jobs):
                 if job.arrives == tick:
@@ -67,7 +72,7 @@ class Driver:
             planned = self._schedule()
             if self.results and (not planned or self._full or self.story.patience[tick % len(self.story.patience)]):
                 self._commit()
-            tick += 1
+            self.tick = tick = tick + 1
             assert tick < max_ticks, "no progress"
         self._leave_nothing()
         return self.log
@@ -84,6 +89,10 @@ class Driver:
             (request,) = [r for r in self.scheduler._by_rid.values() if r.request_id == name]
             census["abort in flight"] += request.in_flight > 0
             census["abort while waiting"] += request.slot == 0
+            census["abort with drafts in flight"] += any(
+                w.rid == request.rid and bool(w.drafts) for r in self.scheduler.in_flight for w in r.plan.work
+            )
+            census["abort with drafts kept"] += bool(request.drafts)
             census["abort of a victim in flight"] += request.slot == 0 and request.in_flight > 0
             self.ended.add(name)
         self.scheduler.abort(ids)
@@ -92,12 +101,16 @@ class Driver:
     def _schedule(self) -> bool:
         before = self.scheduler.stats().preemptions
         victims = {rid: r for rid, r in self.scheduler.running.items() if r.in_flight}
-        plan = self.scheduler.schedule()
+        kept = {rid: (r, r.drafts) for rid, r in self.scheduler.ready.items() if r.drafts}
+        drafting = self.story.drafting[self.tick % len(self.story.drafting)]
+        plan = self.scheduler.schedule(drafting)
         self.scheduler.check()
         census = self.log.census
-        if self.scheduler.stats().preemptions > before:
+        preempted = self.scheduler.stats().preemptions > before
+        if preempted:
             census["preemption"] += self.scheduler.stats().preemptions - before
             census["preemption in flight"] += any(r.slot == 0 for r in victims.values())
+            census["drafts dropped at preemption"] += any(r.slot == 0 for r, _ in kept.values())
             census["prompt preempted"] += any(r.slot == 0 and r.awaits is None for r in victims.values())
         if self.scheduler.waiting and self.scheduler.slots.num_free and not self._full:
             census["exhaustion: pages keep a request waiting"] += 1
@@ -108,6 +121,8 @@ class Driver:
             self._abort(doomed)
             return False
         self._judge(plan)
+        full = preempted or self.scheduler.pages.num_free == 0
+        self._judge_drafts(plan, {rid: drafts for rid, (_, drafts) in kept.items()}, drafting, full)
         self.log.plans.append(plan)
         self.results.append(self.worker.execute(plan))
         self._compare_tables()
@@ -125,8 +140,8 @@ class Driver:
     def _judge(self, plan: Plan) -> None:
         """Budgets, cuts and order of one plan, from the contract alone."""
         limits = self.story.limits
-        decodes = [w for w in plan.work if w.recurrent and w.num_rows == 1 and w.samples]
-        assert sum(w.num_rows for w in plan.work) - len(decodes) <= limits.chunked_prefill_size
+        decodes = [w for w in plan.work if w.recurrent and w.num_rows == 1 + len(w.drafts) and w.samples]
+        assert sum(w.num_rows for w in plan.work if w not in decodes) <= limits.chunked_prefill_size
         assert len(plan.work) <= min(limits.max_running_requests, limits.num_slots)
         cut = min(64, limits.chunked_prefill_size)
         for work in plan.work:
@@ -135,19 +150,42 @@ class Driver:
             end = work.start + work.num_rows
             if not work.recurrent:
                 assert work.start % cut == 0 and (end % cut == 0 or end == request.prompt_len)
-            self.log.census["output computed again in several rows"] += work.recurrent and work.num_rows > 1
+            self.log.census["output computed again in several rows"] += work.recurrent and work not in decodes
             self.log.census["resumed"] += work.start == 0 and bool(request.out)
+
+    def _judge_drafts(self, plan: Plan, kept: dict[int, tuple[int, ...]], drafting: bool, full: bool) -> None:
+        """Drafts are what was proposed last, as long as they can be wanted and pages hold them: fewer when `full`."""
+        census, limits = self.log.census, self.story.limits
+        for work in plan.work:
+            request, proposed = self.scheduler._by_rid[work.rid], kept.get(work.rid, ())
+            assert work.drafts == proposed[: len(work.drafts)] and (drafting or not (work.drafts or work.proposals))
+            assert work.proposals <= limits.draft_tokens
+            end = work.start + work.num_rows
+            wanted = min(limits.max_model_len, request.prompt_len + request.params.max_tokens) - 1
+            assert not work.proposals or end + work.proposals < wanted, "drafts that nobody can want"
+            if drafting and work.samples and limits.draft_tokens:
+                cut = len(work.drafts) < len(proposed)
+                assert not cut or full, "drafts left out for nothing"
+                least = min(limits.draft_tokens, wanted - end - 1)
+                assert full or work.proposals >= least, "fewer asked for, and for nothing"
+                census["drafts cut by pages"] += cut
+                census["fewer proposals by pages"] += work.proposals < least
+            census["drafts in a mixed plan"] += bool(work.drafts) and not plan.work[-1].recurrent
+            census["accepted, and now no drafts"] += work.accepted > 0 and not work.drafts
+            census["drafts dropped by a plan without"] += bool(proposed) and not drafting
 
     def _compare_tables(self) -> None:
         for rid, request in self.scheduler.running.items():
             known = self.worker.requests[rid]
             assert known.pages == request.pages, "the worker's page table differs from the scheduler's"
-            assert known.cached == request.planned and len(known.output) <= len(request.out)
+            assert known.cached + request.accepted == request.planned and len(known.output) <= len(request.out)
 
     def _commit(self) -> None:
         census = self.log.census
         waiting = {r.request_id for r in self.scheduler.waiting}
-        outputs = self.scheduler.commit(self.results.popleft())
+        result, work = self.results.popleft(), {w.rid: w for w in self.scheduler.in_flight[0].plan.work}
+        runs = {self.rids[s.rid]: (s, work[s.rid]) for s in result.sampled if s.tokens}
+        outputs = self.scheduler.commit(result)
         self.scheduler.check()
         names = [output.request_id for output in outputs]
         assert len(names) == len(set(names)), "two outputs of one request in one step"
@@ -155,7 +193,26 @@ class Driver:
             census["token of a victim kept"] += output.request_id in waiting and bool(output.tokens)
             over = output.finish_reason is not None
             census["victim ends before it resumes"] += output.request_id in waiting and over
+            if output.tokens:
+                self._judge_run(output, *runs[output.request_id], output.request_id in waiting)
             self._collect(output)
+
+    def _judge_run(self, output: Output, sampled: Sampled, work: Work, victim: bool) -> None:
+        census, drafted = self.log.census, len(work.drafts)
+        self.forwards += work.recurrent
+        self.tokens_of_forwards += len(output.tokens) * work.recurrent
+        self.drafted.update(range(drafted))
+        self.accepted.update(range(sampled.accepted))
+        census["all drafts accepted"] += 0 < drafted == sampled.accepted
+        census["some drafts accepted"] += 0 < sampled.accepted < drafted
+        census["no draft accepted"] += 0 == sampled.accepted < drafted
+        census["fewer drafts than asked for"] += len(sampled.drafts) < work.proposals
+        census["accepted drafts of a victim"] += victim and sampled.accepted > 0
+        census["stop inside a run"] += len(output.tokens) < len(sampled.tokens)
+        census["stop at the end of a run"] += output.tokens == sampled.tokens and bool(
+            sampled.accepted and output.finish_reason is FinishReason.STOP
+        )
+        census["length ends a run"] += sampled.accepted > 0 and output.finish_reason is FinishReason.LENGTH
 
     def _collect(self, output: Output) -> None:
         assert output.request_id not in self.ended, "an output after the end"
@@ -179,6 +236,11 @@ class Driver:
         rows = sum(w.num_rows for p in self.log.plans for w in p.work if not w.recurrent)
         assert stats.prompt_tokens == rows
         assert stats.generation_tokens == sum(len(a.tokens) for a in self.log.answers.values())
+        assert (stats.decode_forwards, stats.decode_tokens) == (self.forwards, self.tokens_of_forwards)
+        positions = range(self.story.limits.draft_tokens)
+        assert stats.draft_tokens_by_position == tuple(self.drafted[n] for n in positions)
+        assert stats.accepted_draft_tokens_by_position == tuple(self.accepted[n] for n in positions)
+        assert stats.draft_tokens == self.drafted.total() and stats.accepted_draft_tokens == self.accepted.total()
         self.scheduler.add(AddRequest("last", (1,), SamplingParams(max_tokens=0)))
         plan = self.scheduler.schedule()
         assert plan is not None

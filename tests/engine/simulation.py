@@ -2,7 +2,8 @@
 
 The stand-in keeps a memory of its own, filled from plans alone: tokens in KV pages, a digest in each state slot. The
 next token is a digest of both. A page given to two requests, a stale slot, a prompt cut elsewhere, a prompt row taken
-step by step: each changes tokens, as it would change bits in the real network.
+step by step: each changes tokens, as it would change bits in the real network. Drafts come from a drafter that knows
+the answer, and says it or not; rows of drafts run beside the state, which takes them in when the next Work says so.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import zmq
+
 from rocm_serve.executor.api import ExecutorFailed
-from rocm_serve.messages import EffectiveLimits, NewRequest, Plan, Sampled, StepResult, Work
+from rocm_serve.messages import AddRequest, EffectiveLimits, NewRequest, Plan, Sampled, StepResult, Work
 from rocm_serve.types import FinishReason, SamplingParams, TokenLogprob
 
 VOCABULARY = 11
@@ -29,6 +32,7 @@ def make_limits(
     page_size: int = 4,
     num_pages: int = 64,
     num_slots: int | None = None,
+    draft_tokens: int = 0,
 ) -> EffectiveLimits:
     return EffectiveLimits(
         max_model_len=max_model_len,
@@ -37,12 +41,17 @@ def make_limits(
         page_size=page_size,
         num_pages=num_pages,
         num_slots=max_running_requests if num_slots is None else num_slots,
+        draft_tokens=draft_tokens,
     )
 
 
 def make_prompt(seed: int, length: int) -> tuple[int, ...]:
     rng = random.Random(seed)
     return tuple(rng.randrange(VOCABULARY) for _ in range(length))
+
+
+def make_request(name: str, length: int, seed: int = 1, **params: int) -> AddRequest:
+    return AddRequest(name, make_prompt(seed, length), SamplingParams(**params))  # type: ignore[arg-type]
 
 
 def digest(*parts: object) -> int:
@@ -102,6 +111,29 @@ def alone(prompt: tuple[int, ...], params: SamplingParams, limits: EffectiveLimi
     return answer
 
 
+@dataclass(frozen=True)
+class Drafter:
+    """Says the right token with a chance by position, and stops early with another. A function of the prefix."""
+
+    right: tuple[float, ...] = (0.9, 0.7, 0.5, 0.3)
+    stops: float = 0.1
+
+    def propose(self, context: Sequence[int], state: int, count: int) -> tuple[int, ...]:
+        """Draft what follows `context`; `state` is that after its rows but the last one."""
+        context, drafts = list(context), []
+        for right in self.right[:count]:
+            state = fold_output(state, context[-1:])
+            token = next_token(context, state)
+            luck = random.Random(digest("luck", tuple(context)))
+            if luck.random() < self.stops:
+                break
+            if luck.random() >= right:
+                token = (token + luck.randrange(1, VOCABULARY)) % VOCABULARY
+            drafts.append(token)
+            context.append(token)
+        return tuple(drafts)
+
+
 @dataclass
 class _Known:
     prompt: tuple[int, ...]
@@ -115,11 +147,13 @@ class _Known:
 class FakeWorker:
     """Executes plans in order on its own memory; asserts whatever a real worker relies on."""
 
-    def __init__(self, limits: EffectiveLimits) -> None:
+    def __init__(self, limits: EffectiveLimits, drafter: Drafter = Drafter()) -> None:
         self.limits = limits
+        self.drafter = drafter
         self.requests: dict[int, _Known] = {}
         self.cells: dict[tuple[int, int], int] = {}
         self.states: dict[int, int] = {}
+        self.pending: dict[int, tuple[int, ...]] = {}  # by slot: drafts whose rows the state has not taken in
         self.next_seq = 0
 
     def execute(self, plan: Plan) -> StepResult:
@@ -148,14 +182,15 @@ class FakeWorker:
             known.pages.clear()
             known.cached = 0
             self.states[work.slot] = 0
+            self.pending[work.slot] = ()
         known.pages += work.new_pages
+        self._take_in(known, work)
         assert work.start == known.cached, "rows out of order"
-        end = work.start + work.num_rows
+        end = work.start + work.num_rows - len(work.drafts)
         everything = [*known.prompt, *known.output]
-        assert end <= len(everything), "rows of tokens that nobody has sampled"
+        assert work.start < end <= len(everything), "rows of tokens that nobody has sampled"
         rows = everything[work.start : end]
-        for position, token in enumerate(rows, work.start):
-            self.cells[self._cell(known, position)] = token
+        self._write(known, work.start, rows)
         known.cached = end
         state = self.states[work.slot]
         if work.recurrent:
@@ -163,12 +198,30 @@ class FakeWorker:
             self.states[work.slot] = fold_output(state, rows)
         else:
             assert end <= len(known.prompt), "prompt and output rows in one Work"
+            assert not work.drafts, "drafts behind a prompt"
             self.states[work.slot] = fold_prompt(state, rows, 64)
         return self._outcome(known, work, end, len(everything))
+
+    def _take_in(self, known: _Known, work: Work) -> None:
+        """Bring the slot's state behind the accepted drafts of this request's last Work; forget the others."""
+        pending = self.pending[work.slot]
+        assert work.accepted <= len(pending), "accepted drafts that were never run"
+        taken = pending[: work.accepted]
+        assert taken == work.tokens[: work.accepted], "accepted drafts are not the tokens"
+        self.states[work.slot] = fold_output(self.states[work.slot], taken)
+        self.pending[work.slot] = ()
+        known.cached += work.accepted
+
+    def _write(self, known: _Known, start: int, rows: Sequence[int]) -> None:
+        for position, token in enumerate(rows, start):
+            self.cells[self._cell(known, position)] = token
 
     def _cell(self, known: _Known, position: int) -> tuple[int, int]:
         page, offset = divmod(position, self.limits.page_size)
         return known.pages[page], offset
+
+    def _read(self, known: _Known, count: int) -> list[int]:
+        return [self.cells[self._cell(known, position)] for position in range(count)]
 
     def _outcome(self, known: _Known, work: Work, end: int, length: int) -> Sampled | None:
         scores: list[TokenLogprob] = []
@@ -178,11 +231,36 @@ class FakeWorker:
                 known.scored = row + 1
         assert work.samples == (end == length and known.params.max_tokens > 0)
         if not work.samples:
+            assert not work.drafts and not work.proposals, "drafts, and nothing is sampled"
             return Sampled(work.rid, prompt_logprobs=tuple(scores)) if scores else None
-        context = [self.cells[self._cell(known, position)] for position in range(end)]
-        token = next_token(context, self.states[work.slot])
-        logprobs = (score(context, token),) if known.params.logprobs is not None else ()
-        return Sampled(work.rid, (token,), logprobs, tuple(scores), 1)
+        tokens, states = self._sample(known, work, end)
+        accepted = 0
+        while accepted < len(work.drafts) and work.drafts[accepted] == tokens[accepted]:
+            accepted += 1
+        logprobs = []
+        if known.params.logprobs is not None:
+            logprobs = [score(self._read(known, end + n), tokens[n]) for n in range(accepted + 1)]
+        proposed = self._propose(known, work, end + accepted, tokens[accepted], states[accepted])
+        kept = tuple(tokens[: accepted + 1])
+        return Sampled(work.rid, kept, tuple(logprobs), tuple(scores), accepted, proposed)
+
+    def _sample(self, known: _Known, work: Work, end: int) -> tuple[list[int], list[int]]:
+        """Draw the token after the last known row and after each draft; return the states there, too."""
+        assert end + len(work.drafts) < self.limits.max_model_len, "a row beyond the context"
+        assert end + len(work.drafts) < len(known.prompt) + known.params.max_tokens, "a row that nobody can want"
+        self._write(known, end, work.drafts)
+        self.pending[work.slot] = work.drafts
+        states = [self.states[work.slot]]
+        for token in work.drafts:
+            states.append(fold_output(states[-1], (token,)))
+        return [next_token(self._read(known, end + n), state) for n, state in enumerate(states)], states
+
+    def _propose(self, known: _Known, work: Work, rows: int, token: int, state: int) -> tuple[int, ...]:
+        """Draft what follows `token`, drawn after `rows` rows. The draft head keeps KV of its own in the same pages."""
+        assert 0 <= work.proposals <= self.limits.draft_tokens
+        for position in range(work.start + work.num_rows + work.proposals):
+            self._cell(known, position)
+        return self.drafter.propose([*self._read(known, rows), token], state, work.proposals)
 
 
 class FakeExecutor:
@@ -199,11 +277,13 @@ class FakeExecutor:
         step_s: float = 0.0,
         fail_at: int | None = None,
         start_error: Exception | None = None,
+        drafter: Drafter = Drafter(),
     ) -> None:
         self.depth = depth
-        self.worker = FakeWorker(limits)
+        self.worker = FakeWorker(limits, drafter)
         self.plans: list[Plan] = []
         self.shut_down = False
+        self.polls = 0
         self._step_s = step_s
         self._fail_at = fail_at
         self._start_error = start_error
@@ -224,14 +304,18 @@ class FakeExecutor:
             self._stage_free_at[stage] = at
         self._results.append((at, self.worker.execute(plan)))
 
-    def poll(self, timeout_s: float) -> StepResult | None:
+    def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> StepResult | None:
         assert not self.shut_down
+        self.polls += 1
         if not self._results:
             return None
         at, result = self._results[0]
         wait = at - time.monotonic()
         if wait > 0:
-            time.sleep(min(wait, timeout_s))
+            if wake is None:
+                time.sleep(min(wait, timeout_s))
+            elif wake.poll(min(wait, timeout_s) * 1000):
+                return None
         if wait > timeout_s:
             return None
         if self._fail_at == result.seq:
@@ -239,7 +323,7 @@ class FakeExecutor:
         self._results.popleft()
         return result
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, failed: bool = False) -> None:
         self.shut_down = True
 
 

@@ -12,15 +12,14 @@ import pytest
 import zmq
 
 from rocm_serve.engine.client import EngineClient, EngineDead
-from rocm_serve.engine.core import EngineCore
 from rocm_serve.engine.link import VERSION_FRAME, ClientLink, CoreLink, WireError, endpoint
 from rocm_serve.engine.thread import CoreThread
 from rocm_serve.errors import UserError
 from rocm_serve.executor.api import Executor, ExecutorFailed
-from rocm_serve.messages import AddRequest, CoreStopped, Drain, FromCore, Output, Outputs, ToCore
+from rocm_serve.messages import AddRequest, Drain, Output
 from rocm_serve.trace import StepTrace
 from rocm_serve.types import FinishReason, SamplingParams
-from tests.engine.simulation import Answer, FakeExecutor, alone, make_limits, make_prompt
+from tests.engine.simulation import Answer, FakeExecutor, alone, make_limits, make_prompt, make_request
 
 LIMITS = make_limits(num_pages=400, max_running_requests=64, chunked_prefill_size=64)
 
@@ -53,10 +52,6 @@ async def engine(
     assert not thread.is_alive()
 
 
-def make_request(name: str, length: int, seed: int = 1, **params: int) -> AddRequest:
-    return AddRequest(name, make_prompt(seed, length), SamplingParams(**params))  # type: ignore[arg-type]
-
-
 async def collect(client: EngineClient, request: AddRequest) -> Answer:
     answer = Answer()
     async for output in client.generate(request):
@@ -82,9 +77,9 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("waited in vain")
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_200_concurrent_requests_each_get_the_answer_of_their_alone_run(run_dir: str, depth: int) -> None:
-    limits = make_limits(num_pages=140, max_running_requests=48, chunked_prefill_size=256)
+@pytest.mark.parametrize(("depth", "drafts"), [(1, 0), (2, 0), (2, 3)])
+def test_200_concurrent_requests_each_get_the_answer_of_their_alone_run(run_dir: str, depth: int, drafts: int) -> None:
+    limits = make_limits(num_pages=140, max_running_requests=48, chunked_prefill_size=256, draft_tokens=drafts)
     rng = random.Random()
     requests = [
         AddRequest(
@@ -110,7 +105,9 @@ def test_200_concurrent_requests_each_get_the_answer_of_their_alone_run(run_dir:
             stats = client.stats
             assert (stats.finished, stats.running, stats.waiting) == (200, 0, 0)
             assert (stats.pages_used, stats.slots_used) == (0, 0)
-            assert stats.peak_running > 20 and stats.mixed_steps and stats.preemptions
+            assert stats.peak_running > 20 and stats.mixed_steps and (stats.preemptions or drafts)
+            assert (stats.decode_tokens > 1.5 * stats.decode_forwards) == (drafts > 0)
+            assert bool(stats.accepted_draft_tokens) == bool(stats.draft_speeds) == (drafts > 0)
             assert client.num_open == 0
         assert executor.shut_down
 
@@ -133,6 +130,25 @@ def test_closing_the_iterator_aborts_before_and_after_the_first_token(run_dir: s
             await until(lambda: client.stats.running == client.stats.pages_used == 0)
             assert await collect(client, make_request("c", 5, max_tokens=3))
             assert executor.worker.requests.keys() == {2}, "the workers were told to forget the aborted ones"
+
+    run(story)
+
+
+def test_what_has_come_is_handed_over_at_once_and_nothing_after_the_end(run_dir: str) -> None:
+    async def story() -> None:
+        async with engine(run_dir, lambda: FakeExecutor(LIMITS, step_s=0.005)) as (client, _):
+            await client.start()
+            async with aclosing(client.batches(make_request("a", 5, max_tokens=12))) as batches:
+                got = [await anext(batches)]
+                await until(lambda: client.stats.finished == 1)
+                client.abort(["a"])
+                got += [outputs async for outputs in batches]
+            assert len(got) <= 2, "what waited was handed over piece by piece"
+            outputs = [output for outputs in got for output in outputs]
+            tokens = [token for output in outputs for token in output.tokens]
+            assert tokens == alone(make_prompt(1, 5), SamplingParams(max_tokens=12), LIMITS).tokens
+            assert outputs[-1].finish_reason is FinishReason.LENGTH
+            assert client.num_open == 0
 
     run(story)
 
@@ -235,7 +251,7 @@ def test_a_dead_worker_ends_every_request_with_its_sentence(run_dir: str) -> Non
 
 def test_a_worker_that_dies_while_nothing_runs_is_noticed(run_dir: str) -> None:
     class Sick(FakeExecutor):
-        def poll(self, timeout_s: float) -> None:
+        def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> None:
             raise ExecutorFailed("rank 3 died without a word")
 
     async def story() -> None:
@@ -354,57 +370,6 @@ def test_both_stages_have_work_at_once_when_32_requests_decode(run_dir: str) -> 
     assert sum(step.in_flight == 2 for step in steady) >= len(steady) // 2
 
 
-class Inbox:
-    """A link without a wire: what the loop is handed at each look, and what it says."""
-
-    def __init__(self, *looks: list[ToCore]) -> None:
-        self.looks = list(looks)
-        self.waits: list[float] = []
-        self.sent: list[FromCore] = []
-
-    def receive(self, timeout_s: float) -> list[ToCore]:
-        self.waits.append(timeout_s)
-        return self.looks.pop(0) if self.looks else []
-
-    def send(self, message: FromCore) -> None:
-        self.sent.append(message)
-
-
-def test_the_loop_sleeps_when_idle_and_sends_one_message_per_step() -> None:
-    idle: list[ToCore] = []
-    link = Inbox(idle, idle, [make_request("a", 5, max_tokens=4), Drain()])
-    executor = FakeExecutor(LIMITS)
-    assert EngineCore(executor, link).run() == 0
-    assert all(wait > 0.1 for wait in link.waits[:3]) and all(wait == 0 for wait in link.waits[3:])
-    news = [message for message in link.sent if isinstance(message, Outputs)]
-    assert len([one for one in news if one.outputs]) == len(executor.plans) == 4
-    assert len(link.waits) <= 3 + len(executor.plans) + 1, "it went around without a reason"
-    assert isinstance(link.sent[-1], CoreStopped)
-
-
-def test_a_request_that_comes_after_the_drain_is_refused_by_the_core() -> None:
-    link = Inbox([make_request("a", 5, max_tokens=4)], [Drain(), make_request("b", 5, max_tokens=1)])
-    executor = FakeExecutor(LIMITS)
-    assert EngineCore(executor, link).run() == 0
-    outputs = [output for message in link.sent if isinstance(message, Outputs) for output in message.outputs]
-    (refused,) = [output for output in outputs if output.request_id == "b"]
-    assert refused.finish_reason is FinishReason.ERROR and "shutting down" in (refused.error or "")
-    assert sum(len(output.tokens) for output in outputs) == 4, "what was open was finished"
-
-
-def test_our_own_mistake_fails_the_requests_and_is_raised() -> None:
-    class Wrong(FakeExecutor):
-        def poll(self, timeout_s: float) -> None:
-            raise ZeroDivisionError("planted")
-
-    link = Inbox([make_request("a", 5, max_tokens=4)])
-    with pytest.raises(ZeroDivisionError):
-        EngineCore(Wrong(LIMITS), link).run()
-    outputs, failed = link.sent[-2:]
-    assert isinstance(outputs, Outputs) and outputs.outputs[0].finish_reason is FinishReason.ERROR
-    assert "ZeroDivisionError: planted" in str(failed)
-
-
 def test_a_new_request_joins_while_a_plan_is_in_flight_and_depth_allows(run_dir: str) -> None:
     executor = FakeExecutor(LIMITS, depth=2, step_s=0.05)
     trace: list[StepTrace] = []
@@ -420,6 +385,20 @@ def test_a_new_request_joins_while_a_plan_is_in_flight_and_depth_allows(run_dir:
     run(story)
     b = next(plan.seq for plan in executor.plans for new in plan.new if new.rid == 1)
     assert next(step for step in trace if step.seq == b).in_flight == 2
+
+
+def test_a_lone_request_is_waited_for_in_one_sleep_a_step_though_depth_has_room(run_dir: str) -> None:
+    executor = FakeExecutor(LIMITS, depth=2, step_s=0.03)
+
+    async def story() -> None:
+        async with engine(run_dir, lambda: executor) as (client, _):
+            await client.start()
+            executor.polls = 0
+            await collect(client, make_request("a", 5, max_tokens=8))
+
+    run(story)
+    assert len(executor.plans) == 8
+    assert executor.polls <= 3 * 8, "it looked again and again while a step ran"
 
 
 @pytest.mark.parametrize(

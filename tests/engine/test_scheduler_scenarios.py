@@ -424,12 +424,12 @@ ONE = TokenLogprob(1, -0.5)
 @pytest.mark.parametrize(
     "result",
     [
-        StepResult(1, (Sampled(0, (1,), (ONE,), (ONE, ONE), 1),)),
+        StepResult(1, (Sampled(0, (1,), (ONE,), (ONE, ONE)),)),
         StepResult(0, ()),
-        StepResult(0, (Sampled(0, (1, 2), (ONE,), (ONE, ONE), 2),)),
-        StepResult(0, (Sampled(0, (1,), (), (ONE, ONE), 1),)),
-        StepResult(0, (Sampled(0, (1,), (ONE,), (ONE,), 1),)),
-        StepResult(0, (Sampled(0, (1,), (ONE,), (ONE, ONE), 1), Sampled(5, (1,)))),
+        StepResult(0, (Sampled(0, (1, 2), (ONE,), (ONE, ONE)),)),
+        StepResult(0, (Sampled(0, (1,), (), (ONE, ONE)),)),
+        StepResult(0, (Sampled(0, (1,), (ONE,), (ONE,)),)),
+        StepResult(0, (Sampled(0, (1,), (ONE,), (ONE, ONE)), Sampled(5, (1,)))),
     ],
     ids=["wrong step", "no token", "two tokens", "log-prob missing", "prompt score missing", "stranger"],
 )

@@ -38,11 +38,14 @@ class Session:
     def generate(self, requests: Requests) -> dict[str, Answer]:
         """Serve `requests`, all there from the beginning, to the end."""
         answers = {request_id: Answer() for request_id in requests}
-        for request_id, (prompt, params) in requests.items():
-            self.scheduler.add(AddRequest(request_id, prompt, params))
+        self.add(requests)
         while not self.scheduler.idle:
             self.step(answers)
         return answers
+
+    def add(self, requests: Requests) -> None:
+        for request_id, (prompt, params) in requests.items():
+            self.scheduler.add(AddRequest(request_id, prompt, params))
 
     def step(self, answers: dict[str, Answer]) -> None:
         """Fill the pipeline and take one result."""

@@ -29,15 +29,21 @@ class World:
 
 
 @contextmanager
-def world(wish: Resolved, run_dir: Path) -> Iterator[World]:
-    """Start tp x pp workers and a core side in this process; end all of them afterwards."""
+def world(
+    wish: Resolved,
+    run_dir: Path,
+    *,
+    worker: str = "rocm_serve.executor.worker",
+    variables: dict[str, str] | None = None,
+) -> Iterator[World]:
+    """Start tp x pp workers and a core side in this process; end all of them afterwards. `worker`: their module."""
     config = run_dir / "resolved.json"
     config.write_bytes(msgspec.json.encode(wish))
     workers = []
     for rank in range(wish.tp * wish.pp):
-        command = [sys.executable, "-m", "rocm_serve.executor.worker", "--resolved", str(config), "--rank", str(rank)]
+        command = [sys.executable, "-m", worker, "--resolved", str(config), "--rank", str(rank)]
         with (run_dir / f"rank-{rank}.log").open("wb") as log:
-            env = child_environment(wish, dict(os.environ))
+            env = child_environment(wish, dict(os.environ) | (variables or {}))
             workers.append(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=env)
             )

@@ -6,8 +6,11 @@ import queue
 import threading
 from collections import deque
 
+import zmq
+
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.api import ExecutorFailed
+from rocm_serve.executor.expert_counts import counter_of
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.memory import effective_limits
 from rocm_serve.executor.runner import StageRunner, warm_up_plans
@@ -21,7 +24,7 @@ class SimulatedExecutor:
 
     def __init__(self, resolved: Resolved) -> None:
         self.resolved = resolved
-        self.mesh = Mesh(resolved.tp, resolved.pp)
+        self.mesh = Mesh(resolved.tp, resolved.pp, resolved.ep)
         self.depth = resolved.pp
         self.comms: dict[int, CountingComm] = {}
         self._loaded: dict[int, WorkerLoaded] = {}
@@ -47,9 +50,9 @@ class SimulatedExecutor:
         for one in self._plans:
             one.put(plan)
 
-    def poll(self, timeout_s: float) -> StepResult | None:
+    def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> StepResult | None:
         try:
-            result = self._results.get(timeout=timeout_s)
+            result = self._results.get(timeout=timeout_s if wake is None else min(timeout_s, 0.002))
         except queue.Empty:
             return None
         if isinstance(result, BaseException):
@@ -57,7 +60,7 @@ class SimulatedExecutor:
         assert result.seq == self._in_flight.popleft()
         return result
 
-    def shutdown(self) -> None:
+    def shutdown(self, *, failed: bool = False) -> None:
         for one in self._plans:
             one.put(None)
         self._thread.join(timeout=60)
@@ -85,8 +88,11 @@ class SimulatedExecutor:
         self._all_loaded.wait()
         assert self._limits is not None
         runners = [part.runner(num_pages=self._limits.num_pages, num_slots=self._limits.num_slots) for part in stages]
-        for plan in warm_up_plans(self.resolved.page_size, self.resolved.max_model_len):
+        counters = [counter_of(self.resolved, part.coord, part.facts, part.model) for part in stages]
+        for plan in warm_up_plans(self.resolved.page_size, self.resolved.max_model_len, self.resolved.draft_tokens):
             self._step(runners, plan)
+        for counter in filter(None, counters):
+            counter.reset()
         if comm.rank == 0:
             self._results.put(StepResult(-1, ()))
         while (plan_or_end := self._plans[comm.rank].get()) is not None:
@@ -95,6 +101,8 @@ class SimulatedExecutor:
             assert first == result, f"rank {comm.rank} came to another result: {result} is not {first}"
             if comm.rank == 0:
                 self._results.put(result)
+        for counter in filter(None, counters):
+            counter.write()
 
     def _step(self, runners: list[StageRunner], plan: Plan) -> StepResult:
         hidden = None

@@ -32,6 +32,17 @@ def test_what_is_beaten_is_what_is_read(tmp_path: Path) -> None:
     assert (read_progress(path).step, read_progress(path).layer) == (12, -1)
 
 
+def test_work_before_the_first_plan_is_warming_up(tmp_path: Path) -> None:
+    heart = Heartbeat(tmp_path / "x.beat")
+    heart.enter(Phase.WARMING_UP)
+    assert heart.progress.where() == "warming up"
+    heart.enter(Phase.PREFILL)
+    heart.layer(3)
+    assert heart.progress.where() == "warming up: prefill, layer 3"
+    heart.enter(Phase.IDLE)
+    assert heart.progress.where() == "serving, idle"
+
+
 def test_every_beat_counts_also_where_nothing_else_changes(tmp_path: Path) -> None:
     path = tmp_path / "x.beat"
     heart = Heartbeat(path)

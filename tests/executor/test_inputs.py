@@ -141,7 +141,7 @@ def check(inputs: StepInputs, works: list[tuple[Truth, Work]]) -> None:
         assert batch.kv_index_N[first:last].tolist() == places
         assert sequences.page_table_BP[b, : len(truth.pages)].tolist() == truth.pages
         if work.samples:
-            sampled.append((truth.rid, last - 1))
+            sampled.append((truth.rid, last - 1, ()))
     assert inputs.sampled == tuple(sampled)
 
 
@@ -177,6 +177,9 @@ def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
     assert one(table, plan).scored == ()
 
 
+NEW = (NewRequest(1, (1, 2, 3), params()),)
+
+
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
@@ -184,6 +187,12 @@ def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
         (Plan(0, (Work(1, 0, 2, False, True, 1, (0,)),), (NewRequest(1, (1, 2, 3), params()),)), "samples before"),
         (Plan(0, (Work(1, 0, 3, False, True, 0, (0,)),), (NewRequest(1, (1, 2, 3), params()),)), "dummy slot"),
         (Plan(0, (), (NewRequest(1, (), params()),)), "no prompt"),
+        (Plan(0, (Work(1, 0, 3, False, True, 1, (0,), drafts=(4,)),), NEW), "samples before"),
+        (Plan(0, (Work(1, 0, 4, False, True, 1, (0,), drafts=(4,)),), NEW), "rows that sample none"),
+        (Plan(0, (Work(1, 3, 2, True, False, 1, (0, 1), (9, 9), drafts=(4,)),), NEW), "rows that sample none"),
+        (Plan(0, (Work(1, 3, 1, True, False, 1, (0,), (9, 9), 2),), NEW), "not among"),
+        (Plan(0, (Work(1, 3, 1, True, False, 1, (0,), (), 1),), NEW), "not among"),
+        (Plan(0, (Work(1, 0, 1, False, False, 1, (0,), (9, 9), 1),), NEW), "a state that is cleared"),
     ],
 )
 def test_a_plan_that_cannot_be_meant_is_refused(plan: Plan, sentence: str) -> None:
@@ -196,3 +205,17 @@ def test_a_request_cannot_be_introduced_twice() -> None:
     table.apply(Plan(0, (), (NewRequest(1, (1,), params()),)))
     with pytest.raises(AssertionError, match="known already"):
         table.apply(Plan(1, (), (NewRequest(1, (1,), params()),)))
+
+
+def test_the_page_table_grows_with_slots_and_pages() -> None:
+    table = RequestTable(PAGE)
+    short, long = tuple(range(3)), tuple(range(100 * PAGE))
+    table.apply(Plan(0, (Work(1, 0, 3, False, False, 2, (7,)),), (NewRequest(1, short, params()),)))
+    news = (NewRequest(2, long, params()),)
+    pages = tuple(range(1000, 1100))
+    works = (Work(1, 0, 3, False, True, 2, (7,)), Work(2, 0, len(long), False, True, 300, pages))
+    inputs = one(table, Plan(1, works, news))
+    table_BP = inputs.batch.sequences.page_table_BP
+    assert table_BP.shape == (2, 100) and table_BP.dtype == torch.int32
+    assert table_BP[0, 0] == 7 and table_BP[1].tolist() == list(pages)
+    assert inputs.batch.kv_index_N.tolist()[-1] == 1099 * PAGE + PAGE - 1

@@ -11,13 +11,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rocm_serve.cache.allocate import KV_DTYPES, allocate_stage_cache, cache_bytes
+from rocm_serve.checkpoint.synthetic_configs import DIMS, model_config
 from rocm_serve.errors import UserError
 from rocm_serve.executor import memory, sampler
 from rocm_serve.executor.memory import bytes_for_caches, cpu_memory, effective_limits, layout_of, page_bytes, slot_bytes
 from rocm_serve.messages import EffectiveLimits, WorkerLoaded
-from rocm_serve.models.qwen3_5.spec import ConfigFormats, stage_params
+from rocm_serve.models.qwen3_5.spec import ConfigFormats, parse_config, stage_params
+from rocm_serve.parallel.layout import bytes_at, shape_at
 from rocm_serve.parallel.mesh import Mesh
-from tests.executor.wishes import facts, resolved
+from tests.executor.wishes import IDS, facts, resolved
 
 
 def loaded(rank: int, cache: int, page: int, slot: int) -> WorkerLoaded:
@@ -50,7 +52,7 @@ def test_weight_bytes_equal_those_of_tensors_of_the_local_shapes(tp: int, pp: in
         coord = Mesh(tp, pp).coord(rank)
         params = stage_params(facts(), coord, formats=ConfigFormats(facts()), mtp=False)
         planned = memory.weight_bytes(params, coord, wish)
-        shapes = [memory.local_shape(p, tp, coord.tp_rank) for p in params.values()]
+        shapes = [shape_at(p, coord.place) for p in params.values()]
         assert planned == sum(torch.empty(s, device="meta").nbytes for s in shapes)
         total += planned
     assert total > 0
@@ -152,3 +154,41 @@ def test_a_longer_step_and_more_requests_never_cost_less() -> None:
 
 def test_the_budget_counts_the_slices_that_the_sampler_makes() -> None:
     assert memory.SCORED_ROWS == sampler.SLICE_ROWS
+
+
+def test_preparation_takes_the_largest_group_of_weights_that_a_provider_lays_out() -> None:
+    wish = resolved(tp=2, dtype="bfloat16")
+    coord = Mesh(2, 1).coord(1)
+    params = stage_params(facts(), coord, formats=ConfigFormats(facts()), mtp=False)
+    sizes = {name: bytes_at(p, coord.place, model_itemsize=2) for name, p in params.items()}
+
+    def preparing(*ops: str) -> int:
+        return memory.preparation_bytes(params, coord, wish, ops)
+
+    experts = sizes["model.layers.0.mlp.experts.gate_up_proj"] + sizes["model.layers.0.mlp.experts.down_proj"]
+    assert preparing("moe_experts") == experts
+    ends = ("proj.weight", "_qkvz.weight", "_ba.weight", "gate.weight", "lm_head.weight")
+    matrices = [name for name in sizes if name.endswith(ends)]
+    assert preparing("linear") == max(sizes[name] for name in matrices)
+    assert preparing("fp8_linear") == 0, "no weight of this checkpoint is FP8"
+    assert preparing("moe_experts", "linear") == max(experts, preparing("linear"))
+    assert preparing() == 0 == preparing("rms_norm")
+
+
+def test_preparation_counts_a_weight_together_with_its_scale() -> None:
+    fp8 = parse_config(model_config("text-fp8", "none", DIMS["default"], IDS), None)
+    coord = Mesh(1, 1).coord(0)
+    params = stage_params(fp8, coord, formats=ConfigFormats(fp8), mtp=False)
+    sizes = {name: bytes_at(p, coord.place, model_itemsize=4) for name, p in params.items()}
+    first = "model.layers.0.mlp.experts."
+    assert memory.preparation_bytes(params, coord, resolved(), ["moe_experts"]) == sum(
+        size for name, size in sizes.items() if name.startswith(first)
+    )
+    assert sizes[f"{first}down_proj_scale_inv"] > 0
+
+
+def test_weights_that_fit_but_cannot_be_laid_out_are_refused_with_the_way_out() -> None:
+    memory.check_preparation(1, allowed=1000, weights=900, preparing=100)
+    memory.check_preparation(1, allowed=800, weights=900, preparing=0)  # bytes_for_caches says that
+    with pytest.raises(UserError, match="rank 1 may use 1 KB .* 900 bytes, .* 101 bytes more .*--op OP=reference"):
+        memory.check_preparation(1, allowed=1000, weights=900, preparing=101)

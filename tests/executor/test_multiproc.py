@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 
 from rocm_serve.executor.api import ExecutorFailed
 from rocm_serve.executor.link import WorkerLink, channels
@@ -96,6 +98,37 @@ def test_results_come_back_in_order_with_as_many_plans_in_flight_as_stages(tmp_p
                 result = executor.poll(20)
                 assert result is not None and result.seq == expected
         assert executor.poll(0.01) is None
+
+
+def test_a_message_for_the_core_ends_its_wait_for_a_result(tmp_path: Path) -> None:
+    def slow(link: WorkerLink, rank: int) -> None:
+        start_up(link, rank)
+        assert isinstance(next_message(link), Plan)
+        go.wait(20)
+        if rank == 2:
+            link.send(StepResult(0, ()))
+        assert isinstance(next_message(link), Shutdown)
+
+    go = threading.Event()
+    context = zmq.Context()
+    inbox, server = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.bind("inproc://inbox")
+    server.connect("inproc://inbox")
+    try:
+        with world(tmp_path, slow) as executor:
+            executor.start()
+            executor.submit(plan(0))
+            assert executor.poll(0.01, inbox) is None
+            server.send(b"a new request")
+            began = time.monotonic()
+            assert executor.poll(60, inbox) is None
+            assert time.monotonic() - began < 30, "it slept through the message"
+            go.set()
+            inbox.recv()
+            result = executor.poll(60, inbox)
+            assert result is not None and result.seq == 0
+    finally:
+        context.destroy(linger=0)
 
 
 def test_plans_arrive_whole_at_every_worker(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from rocm_serve.executor.link import CoreLink, channels
 from rocm_serve.executor.runner import warm_up_plans
-from rocm_serve.executor.worker import EXIT_FAILED, EXIT_USER_ERROR, StageLoop, run_worker
+from rocm_serve.executor.worker import EXIT_FAILED, EXIT_USER_ERROR, StageLoop, ToldToFail, run_worker
 from rocm_serve.messages import FromWorker, Plan, Shutdown, StepResult, ToWorker, Work, WorkerFailed
 from rocm_serve.parallel.mesh import Mesh
 from tests.executor.wishes import resolved
@@ -89,6 +89,12 @@ def test_one_rank_of_the_last_stage_reports(rank: int, reports: bool) -> None:
     script = Scripted([plan(0, 1), None, Shutdown()], rank=rank, tp=2)
     script.loop().serve()
     assert bool(script.sent) == reports
+
+
+def test_a_rank_that_is_sent_away_because_of_a_failure_does_not_leave_as_if_all_were_well() -> None:
+    script = Scripted([plan(0, 1), Shutdown(failed=True)], rank=0)
+    with pytest.raises(ToldToFail):
+        script.loop().serve()
 
 
 @pytest.mark.parametrize("seqs", [(1,), (0, 2), (0, 0)])

@@ -31,6 +31,7 @@ def resolved(**changes: Any) -> Resolved:
         "device": "cpu",
         "dtype": "float32",
         "kv_cache_dtype": "float32",
+        "fp8_activation": "bf16" if changes.get("device", "cpu") == "cpu" else "fp8_1x128",
         "page_size": 16,
         "chunked_prefill_size": 64,
         "max_running_requests": 8,

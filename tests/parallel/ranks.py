@@ -16,13 +16,19 @@ from rocm_serve.platform.probe import free_port
 Body = Callable[[Coord, Any], Any]
 
 
-def run_processes(mesh: Mesh, body: Body, timeout_s: float = 120) -> list[Any]:
-    """Call `body(coord, groups)` on every rank of `mesh`; return the results in rank order."""
+def run_processes(
+    mesh: Mesh, body: Body, timeout_s: float = 120, *, gpu: bool = False, host: bool = False
+) -> list[Any]:
+    """Call `body(coord, groups)` on every rank of `mesh`; return the results in rank order.
+
+    `gpu`: groups of GPUs; a body sets its device. `host`: have `Groups.host` made.
+    """
     context = multiprocessing.get_context("spawn")
     results: Queue[tuple[int, bool, Any]] = context.Queue()
     address = f"127.0.0.1:{free_port()}"
     processes = [
-        context.Process(target=_child, args=(mesh, rank, address, body, results)) for rank in range(mesh.world)
+        context.Process(target=_child, args=(mesh, rank, address, body, results, gpu, host))
+        for rank in range(mesh.world)
     ]
     for process in processes:
         process.start()
@@ -44,7 +50,9 @@ def run_processes(mesh: Mesh, body: Body, timeout_s: float = 120) -> list[Any]:
                 process.join()
 
 
-def _child(mesh: Mesh, rank: int, address: str, body: Body, results: Queue[tuple[int, bool, Any]]) -> None:
+def _child(
+    mesh: Mesh, rank: int, address: str, body: Body, results: Queue[tuple[int, bool, Any]], gpu: bool, host: bool
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
@@ -53,7 +61,7 @@ def _child(mesh: Mesh, rank: int, address: str, body: Body, results: Queue[tuple
     torch.set_num_threads(1)
     try:
         coord = mesh.coord(rank)
-        groups = make_groups(coord, gpu=False, init_addr=address, timeout_s=60)
+        groups = make_groups(coord, gpu=gpu, init_addr=address, timeout_s=60, host=host)
         results.put((rank, True, body(coord, groups)))
         leave_groups()
     except BaseException:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 
-from rocm_serve.executor.edges import Receiver, Sender
-from rocm_serve.parallel.comm import run_ranks
+from rocm_serve.executor.edges import Arrival, Receiver, Sender
+from rocm_serve.parallel.comm import Comm, run_ranks
 from rocm_serve.parallel.groups import Groups, make_groups
 from rocm_serve.parallel.mesh import Coord, Mesh
 from tests.parallel.ranks import run_processes
@@ -26,6 +28,15 @@ def message(source: int, number: int) -> torch.Tensor:
     return torch.randn(number * 7 + 1, H, generator=generator).to(torch.bfloat16)
 
 
+UNEVEN = {"a2a": torch.float32, "a2a fp8": torch.float8_e4m3fn, "a2a bool": torch.bool}
+
+
+def uneven(comm: Comm, dtype: torch.dtype) -> torch.Tensor:
+    """Send rank r's first rows to rank 0, so that it sends r rows to each rank: rank 0 none."""
+    x = share(comm.rank)[: comm.rank * comm.size].to(dtype)
+    return comm.all_to_all(x, [comm.rank] * comm.size, list(range(comm.size)))
+
+
 def collectives(coord: Coord, groups: Groups) -> dict[str, object]:
     comm, x = groups.tp, share(coord.tp_rank)
     return {
@@ -37,6 +48,10 @@ def collectives(coord: Coord, groups: Groups) -> dict[str, object]:
         "gathered": comm.all_gather(x[:3]).numpy(),
         "ids": comm.all_gather(torch.tensor([coord.tp_rank, 1 << 40])).numpy(),
         "empty": comm.all_reduce(x[:0]).shape,
+        "bytes": comm.all_gather(x[:2].to(torch.float8_e4m3fn)).float().numpy(),
+        **{name: uneven(comm, kind).float().numpy() for name, kind in UNEVEN.items()},
+        "none": comm.all_to_all(x[:0], [0] * comm.size, [0] * comm.size).shape,
+        "host": groups.host is comm,
         "input": x.numpy(),
     }
 
@@ -69,7 +84,7 @@ def everything(coord: Coord, groups: Groups) -> tuple[dict[str, object], dict[st
 def test_processes_over_gloo(tp: int, pp: int) -> None:
     """One start of the processes for both: it is most of the time."""
     mesh = Mesh(tp=tp, pp=pp)
-    for rank, (collective, piped) in enumerate(run_processes(mesh, everything)):
+    for rank, (collective, piped) in enumerate(run_processes(mesh, everything, host=True)):
         tp_rank = mesh.coord(rank).tp_rank
         collectives_give_the_bits_of_simulated_ranks(tp_rank, tp, collective)
         edges_deliver_in_order(tp_rank, tp, piped)
@@ -86,7 +101,13 @@ def collectives_give_the_bits_of_simulated_ranks(rank: int, ranks: int, result: 
     assert torch.equal(torch.tensor(result["strided"]), simulated.t()[3:5])
     assert torch.equal(torch.tensor(result["gathered"]), gathered)
     assert torch.equal(torch.tensor(result["ids"]), torch.tensor([[other, 1 << 40] for other in range(ranks)]))
-    assert result["empty"] == (0, H)
+    assert result["empty"] == result["none"] == (0, H)
+    assert result["host"] is True, "ranks on the CPU have it anyway"
+    fp8 = torch.stack([share(other)[:2].to(torch.float8_e4m3fn) for other in range(ranks)])
+    assert torch.equal(torch.tensor(result["bytes"]), fp8.float())
+    for name, dtype in UNEVEN.items():
+        expected = run_ranks(ranks, lambda comm, dtype=dtype: uneven(comm, dtype))[rank]
+        assert torch.equal(torch.tensor(result[name]), expected.float()), name
     assert torch.equal(torch.tensor(result["input"]), share(rank))
 
 
@@ -100,3 +121,22 @@ def edges_deliver_in_order(source: int, tp: int, result: dict[str, object]) -> N
 def test_one_rank_needs_no_world() -> None:
     groups = make_groups(Mesh(tp=1, pp=1).coord(0), gpu=False, init_addr="", timeout_s=1)
     assert groups.tp.size == 1 and groups.from_previous is None and groups.to_next is None
+    assert groups.host is None
+
+
+class Recorded:
+    """A transfer that only remembers how long it may take."""
+
+    def __init__(self) -> None:
+        self.limits: list[timedelta | None] = []
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        self.limits.append(limit)
+
+
+@pytest.mark.parametrize(("device", "limited"), [("cpu", False), ("meta", True)])
+def test_rows_are_waited_for_longer_than_gloo_would(device: str, limited: bool) -> None:
+    work = Recorded()
+    Arrival(work, torch.empty(1, H, device=device)).wait()  # type: ignore[arg-type]
+    assert [limit is None for limit in work.limits] == [limited]
+    assert limited or work.limits[0] > timedelta(days=1)  # type: ignore[operator]

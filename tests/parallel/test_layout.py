@@ -17,11 +17,12 @@ from rocm_serve.parallel.layout import (
     Part,
     Place,
     Split,
-    check_degree,
+    bytes_at,
+    check_degrees,
     copies,
     legal_degrees,
-    local_bytes,
-    local_shape,
+    legal_ep,
+    legal_tp,
     shape_at,
 )
 
@@ -35,24 +36,37 @@ def fused_projection() -> Param:
     return Param("qkvz", "model", (rows, (Band(5),)), (*qkv, Part("z", (16, 5), (3, 0), (0, 0))))
 
 
-def stacked_experts() -> Param:
-    """Gate and up of each expert as tensors of their own."""
-    wide = Band(8, Split(8, "columns"))
-    parts = tuple(Part(f"{e}.{x}", (8, 3), (0, i, 0), (0, 0), at=e) for e in range(4) for i, x in enumerate(("g", "u")))
-    return Param("w13", "fp8", ((Band(4, Split(4, "experts", Axis.EP)),), (wide, wide), (Band(3),)), parts)
+def experts_box(slots: int) -> tuple[tuple[Band, ...], ...]:
+    wide = Band(8, Split(8, "columns", Axis.ETP))
+    return (Band(slots, Split(slots, "experts", Axis.EP)),), (wide, wide), (Band(3),)
+
+
+def stacked_experts(slots: tuple[int, ...] = (0, 1, 2, 3)) -> Param:
+    """Gate and up of each expert as tensors of their own; `slots` says whose each slot is."""
+    parts = tuple(
+        Part(f"{e}.{x}", (8, 3), (0, i, 0), (0, 0), at=p) for p, e in enumerate(slots) for i, x in enumerate(("g", "u"))
+    )
+    return Param("w13", "fp8", experts_box(len(slots)), parts)
 
 
 def fused_experts() -> Param:
-    wide = Band(8, Split(8, "columns"))
     parts = tuple(Part("w13", (4, 16, 3), (0, i, 0), (0, 8 * i, 0)) for i in range(2))
-    return Param("w13", "model", ((Band(4, Split(4, "experts", Axis.EP)),), (wide, wide), (Band(3),)), parts)
+    return Param("w13", "model", experts_box(4), parts)
+
+
+def moved_experts(slots: tuple[int, ...] = (2, 0, 3, 1)) -> Param:
+    """As fused_experts, but each slot takes a row of its own choice."""
+    parts = tuple(
+        Part("w13", (4, 16, 3), (0, i, 0), (e, 8 * i, 0), at=p) for p, e in enumerate(slots) for i in range(2)
+    )
+    return Param("w13", "model", experts_box(len(slots)), parts)
 
 
 def columns() -> Param:
     return Param("o", "model", ((Band(7),), (Band(16, Split(8, "heads")),)), (Part("o", (7, 16), (0, 0), (0, 0)),))
 
 
-PARAMS = (fused_projection(), stacked_experts(), fused_experts(), columns())
+PARAMS = (fused_projection(), stacked_experts(), stacked_experts((2, 0, 3, 1)), fused_experts(), columns())
 
 
 def check_law(param: Param, places: list[Place]) -> None:
@@ -86,10 +100,39 @@ def regions(param: Param, key: str) -> list[tuple[slice, ...]]:
     return found
 
 
-@pytest.mark.parametrize("param", PARAMS, ids=["projection", "stacked", "fused", "columns"])
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 4)])
+@pytest.mark.parametrize("param", PARAMS, ids=["projection", "stacked", "moved", "fused", "columns"])
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4)])
 def test_every_element_is_loaded_equally_often_and_written_once(param: Param, tp: int, ep: int) -> None:
-    check_law(param, [Place(tp, t, ep, e) for t in range(tp) for e in range(ep)])
+    check_law(param, [Place(tp, t, ep) for t in range(tp)])
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (4, 1), (4, 2), (8, 4)])
+def test_rows_of_one_tensor_land_in_the_slots_that_the_table_names(tp: int, ep: int) -> None:
+    """Filled from numbers, fused and stacked experts come out alike, replicas too."""
+    slots = (2, 0, 3, 1, 2, 1, 0, 2)
+    whole = np.arange(4 * 16 * 3).reshape(4, 16, 3)
+    tensors = {"w13": whole} | {f"{e}.{x}": whole[e, 8 * i : 8 * i + 8] for e in range(4) for i, x in enumerate("gu")}
+    expected = whole[list(slots)]
+    for place in (Place(tp, rank, ep) for rank in range(tp)):
+        found = []
+        for param in (moved_experts(slots), stacked_experts(slots)):
+            local = np.full(shape_at(param, place), -1)
+            for copy in copies(param, place):
+                local[copy.dst] = tensors[copy.key][copy.src].reshape(local[copy.dst].shape)
+            found.append(local)
+        each, width = len(slots) // ep, 8 * ep // tp
+        own = expected[place.ep_rank * each :][:each]
+        first = place.expert_slice * width
+        columns = [*range(first, first + width), *range(8 + first, 8 + first + width)]
+        assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], own[:, columns])
+
+
+def test_neighbours_share_an_expert() -> None:
+    ranks = [Place(8, rank, 2) for rank in range(8)]
+    assert [place.on(Axis.EP) for place in ranks] == [(2, 0)] * 4 + [(2, 1)] * 4
+    assert [place.on(Axis.ETP) for place in ranks] == [(4, 0), (4, 1), (4, 2), (4, 3)] * 2
+    assert [place.on(Axis.TP) for place in ranks] == [(8, rank) for rank in range(8)]
+    assert Place(8, 5, 8).on(Axis.EP) == (8, 5) and Place(8, 5).on(Axis.ETP) == (8, 5)
 
 
 @given(
@@ -110,11 +153,11 @@ def test_a_degree_is_legal_exactly_when_it_can_be_laid_out(
     )
     param = Param("qk", "model", (rows, (Band(inner),)), parts)
     if degree in legal_degrees(param.splits):
-        check_degree(param.splits, degree)
+        check_degrees(param.splits, degree)
         check_law(param, [Place(degree, rank) for rank in range(degree)])
     else:
         with pytest.raises(UserError, match=f"tp {degree} cannot be used"):
-            check_degree(param.splits, degree)
+            check_degrees(param.splits, degree)
         with pytest.raises(UserError, match=f"tp {degree} cannot be used"):
             list(copies(param, Place(degree, 0)))
 
@@ -131,18 +174,66 @@ def test_a_refusal_names_what_would_be_cut_and_the_legal_degrees() -> None:
     splits = (Split(12, "heads"), Split(8, "blocks"), Split(2, "KV heads", repeat=True))
     assert legal_degrees(splits) == (1, 2, 4)
     with pytest.raises(UserError, match=r"^tp 8 cannot be used: it does not divide 12 heads; legal: 1, 2, 4$"):
-        check_degree(splits, 8)
+        check_degrees(splits, 8)
     with pytest.raises(UserError, match="legal: 1, 2, 4"):
-        check_degree(splits, 0)
+        check_degrees(splits, 0)
+
+
+EXPERTS = (Split(8, "heads"), Split(12, "experts", Axis.EP), Split(2, "blocks of columns", Axis.ETP))
+
+
+def test_the_degrees_of_experts_depend_on_each_other() -> None:
+    assert legal_tp(EXPERTS) == (1, 2) and legal_tp(EXPERTS, 2) == (2, 4) and legal_tp(EXPERTS, 4) == (4, 8)
+    assert [legal_ep(EXPERTS, tp) for tp in (1, 2, 4, 8)] == [(1,), (1, 2), (2, 4), (4,)]
+    for tp in (1, 2, 4, 8):
+        for ep in range(1, 13):
+            if ep in legal_ep(EXPERTS, tp):
+                check_degrees(EXPERTS, tp, ep)
+            else:
+                with pytest.raises(UserError, match="cannot be used"):
+                    check_degrees(EXPERTS, tp, ep)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "said"),
+    [
+        (16, 2, "tp 16 cannot be used: it does not divide 8 heads; legal: 2, 4"),
+        (4, 3, "ep 3 cannot be used: it does not divide tp 4; legal: 2, 4"),
+        (8, 8, "ep 8 cannot be used: it does not divide 12 experts; legal: 4"),
+        (
+            4,
+            1,
+            "tp 4 cannot be used: with ep 2, 4 it could, but with ep 1 it does not divide 2 blocks of columns;"
+            " legal: 1, 2",
+        ),
+        (
+            8,
+            2,
+            "ep 2 cannot be used with tp 8: it makes 4 ranks share an expert, and 4 does not divide"
+            " 2 blocks of columns; legal: 4",
+        ),
+    ],
+)
+def test_what_would_cut_an_expert_is_refused_with_what_is_legal_beside_it(tp: int, ep: int, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_degrees(EXPERTS, tp, ep)
+    assert str(refused.value) == said
+
+
+def test_without_experts_there_is_one_expert_rank() -> None:
+    check_degrees(EXPERTS[:1], 8)
+    with pytest.raises(UserError, match=r"^ep 2 cannot be used: the model has no experts; legal: 1$"):
+        check_degrees(EXPERTS[:1], 8, 2)
 
 
 def test_without_a_split_there_is_nothing_to_refuse() -> None:
-    check_degree((), 3)
+    check_degrees((), 3)
 
 
 def test_shapes_and_bytes_are_those_of_the_copies() -> None:
     param = fused_projection()
     assert param.shape == (60, 5)
-    assert local_shape(param, 4, 1) == (8 + 3 + 3 + 4, 5)
-    assert local_bytes(param, 4, 1, model_itemsize=2) == 18 * 5 * 2
-    assert local_bytes(stacked_experts(), 2, 1, model_itemsize=4) == 4 * 8 * 3
+    assert shape_at(param, Place(4, 1)) == (8 + 3 + 3 + 4, 5)
+    assert bytes_at(param, Place(4, 1), model_itemsize=2) == 18 * 5 * 2
+    assert bytes_at(stacked_experts(), Place(2, 1), model_itemsize=4) == 4 * 8 * 3
+    assert bytes_at(stacked_experts(), Place(4, 1, 2), model_itemsize=4) == 2 * 8 * 3

@@ -1,0 +1,1 @@
+"""How rows reach the experts that other ranks hold: one contract, four ways."""
