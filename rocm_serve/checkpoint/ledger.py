@@ -9,6 +9,7 @@ from rocm_serve.checkpoint.reader import CheckpointReader, TensorInfo
 from rocm_serve.checkpoint.rules import Catalogue, catalogue, orphan_scales, weight_keys
 from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import ModelFacts, promised_fp8, scale_key, stage_layers, stage_params
+from rocm_serve.parallel.expert_map import ExpertPlan
 from rocm_serve.parallel.layout import Param, Place, copies, shape_at
 from rocm_serve.parallel.mesh import Coord, Mesh
 
@@ -41,7 +42,9 @@ def check_stage(
     wanted = {part.key: (part.source, param.dtype) for param in params.values() for part in param.parts}
     missing = [key for key in wanted if key not in found.tensors]
     if missing:
-        raise UserError(f"{reader.path} lacks {_some(missing)}")
+        drafts = all(key.startswith("mtp.") for key in missing)
+        advice = ", of the draft layer that --speculative asks for; legal: --speculative off" if drafts else ""
+        raise UserError(f"{reader.path} lacks {_some(missing)}{advice}")
     extra = [name for key, name in found.tensors.items() if key not in wanted]
     if extra:
         raise UserError(f"{reader.path} holds what this model has no use for: {_some(extra)}")
@@ -69,9 +72,17 @@ def check_filled(params: Mapping[str, Param], place: Place) -> None:
 
 
 def validate(
-    reader: CheckpointReader, facts: ModelFacts, mesh: Mesh, *, mtp: bool, stages: range | None = None
+    reader: CheckpointReader,
+    facts: ModelFacts,
+    mesh: Mesh,
+    *,
+    mtp: bool,
+    stages: range | None = None,
+    experts: ExpertPlan | None = None,
 ) -> None:
     """Check the checkpoint for every rank of `mesh` from its headers, before anything big is read.
+
+    `experts`: how they lie; None: in order.
 
     With `stages`, those of one node, files of other stages need not be there. Without it, shards of which nothing is
     used are checked, too: one that is truncated says that the download is not complete.
@@ -81,7 +92,7 @@ def validate(
         coord = mesh.coord(stage * mesh.tp)
         found = stage_catalogue(reader, facts, coord, mtp=mtp)
         _check_precision(facts, found)
-        params = stage_params(facts, coord, formats=found, mtp=mtp)
+        params = stage_params(facts, coord, formats=found, mtp=mtp, experts=experts or ExpertPlan(mesh.ep))
         check_stage(reader, facts, params, found)
     if stages is None or len(stages) == mesh.pp:
         reader.check_shards(set(reader.names.values()))

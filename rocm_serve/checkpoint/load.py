@@ -15,7 +15,8 @@ from rocm_serve.checkpoint.fp8 import FP8_MAX
 from rocm_serve.checkpoint.initial import draw
 from rocm_serve.checkpoint.ledger import check_filled, check_stage, stage_catalogue
 from rocm_serve.checkpoint.reader import ITEMSIZES, Bits, CheckpointReader, TensorInfo
-from rocm_serve.models.qwen3_5.spec import ModelFacts
+from rocm_serve.models.qwen3_5.spec import ModelFacts, scale_key
+from rocm_serve.ops.fp8 import FN, FNUZ, FNUZ_SCALE, fn_to_fnuz_
 from rocm_serve.parallel.layout import Copy, Param, Part, Place, copies, shape_at
 from rocm_serve.parallel.mesh import Coord
 
@@ -27,6 +28,7 @@ _DTYPES = {
 }
 _REPORT_SECONDS = 1.0
 _DRAW_ELEMENTS = 1 << 22
+_OTHERS_EXPERTS = "experts of other ranks"  # of this stage; all else is cut so that every rank holds some of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +92,28 @@ def load_stage(
     """Fill `into` (runtime name -> tensor of this rank's shape) from the checkpoint.
 
     The books are checked from headers first, so every user error comes before the first big read. `progress` is
-    called about once a second and at the end.
+    called about once a second and at the end. FP8 weights come out in the dialect of their tensors in `into`, e4m3fn
+    as in the file or e4m3fnuz, their scales with them.
     Errors: UserError, one line.
     """
-    place = place_of(coord)
+    place = coord.place
     mtp = any(name.startswith("mtp.") for name in params)
     found = stage_catalogue(reader, facts, coord, mtp=mtp)
     infos = check_stage(reader, facts, params, found)
     check_filled(params, place)
     _check_destination(params, into, place)
-    work = [(infos[copy.key], copy, into[name]) for name, param in params.items() for copy in copies(param, place)]
+    doubled = _doubled(params, into)
+    work = [
+        (infos[copy.key], copy, into[name], name in doubled)
+        for name, param in params.items()
+        for copy in copies(param, place)
+    ]
     work.sort(key=lambda item: (item[0].file, item[0].offset))
-    total = sum(copy.elements * ITEMSIZES[info.dtype] for info, copy, _ in work)
+    total = sum(copy.elements * ITEMSIZES[info.dtype] for info, copy, *_ in work)
     kept, read = reader.bytes_kept, reader.bytes_read
     start = last = time.monotonic()
-    for info, copy, target in work:
-        _copy(reader, info, copy, target)
+    for info, copy, target, double in work:
+        _copy(reader, info, copy, target, double)
         now = time.monotonic()
         if progress is not None and now - last >= _REPORT_SECONDS:
             progress(Progress(reader.bytes_kept - kept, total, now - start))
@@ -114,26 +122,28 @@ def load_stage(
     assert reader.bytes_kept - kept == total
     if progress is not None:
         progress(Progress(total, total, seconds))
-    return LoadReport(len(infos), len(params), total, reader.bytes_read - read, seconds, found.foreign, found.ignored)
+    used = len({copy.key for _, copy, *_ in work})
+    foreign = dict(found.foreign) | ({_OTHERS_EXPERTS: len(infos) - used} if used < len(infos) else {})
+    return LoadReport(used, len(params), total, reader.bytes_read - read, seconds, foreign, found.ignored)
 
 
 def dummy_fill(params: Mapping[str, Param], coord: Coord, into: Mapping[str, Tensor], *, seed: int = 0) -> None:
     """Fill `into` with numbers that depend on the checkpoint key and the element's place in that tensor only.
 
-    So the shares of different ranks, and of different topologies, are slices of one virtual checkpoint.
+    So the shares of different ranks, and of different topologies, expert placements and FP8 dialects, are slices of
+    one virtual checkpoint.
     """
-    place = place_of(coord)
+    place = coord.place
     check_filled(params, place)
     _check_destination(params, into, place)
+    doubled = _doubled(params, into)
     for name, param in params.items():
-        for part, copy in zip(param.parts, copies(param, place), strict=True):
-            _draw_into(_share(into[name], copy), param, part, copy, seed)
-
-
-def place_of(coord: Coord) -> Place:
-    """Return where a rank stands on the axes that cut weights."""
-    assert coord.mesh.ep == 1, "experts are cut by tensor parallelism only"
-    return Place(coord.mesh.tp, coord.tp_rank)
+        parts = {part.key: part for part in param.parts}
+        for copy in copies(param, place):
+            share = _share(into[name], copy)
+            _draw_into(share, param, parts[copy.key], copy, seed)
+            if name in doubled:
+                share.mul_(FNUZ_SCALE)
 
 
 def as_tensor(bits: Bits, dtype: str) -> Tensor:
@@ -141,15 +151,30 @@ def as_tensor(bits: Bits, dtype: str) -> Tensor:
     return torch.from_numpy(bits).view(_DTYPES[dtype])
 
 
-def _copy(reader: CheckpointReader, info: TensorInfo, copy: Copy, target: Tensor) -> None:
+def _doubled(params: Mapping[str, Param], into: Mapping[str, Tensor]) -> frozenset[str]:
+    """Name the scales whose weights are stored in e4m3fnuz."""
+    return frozenset(scale_key(name) for name in params if into[name].dtype is FNUZ)
+
+
+def _copy(reader: CheckpointReader, info: TensorInfo, copy: Copy, target: Tensor, double: bool) -> None:
     share = _share(target, copy)
     for block in reader.read(info, copy.src):
         value = as_tensor(block.bits, info.dtype)
         piece = share[block.at]
-        if target.dtype is torch.float8_e4m3fn:
-            piece.view(torch.uint8).copy_(value.view(torch.uint8))
+        if target.dtype in (FN, FNUZ):
+            _copy_codes(value, piece)
         else:
             piece.copy_(value)
+            if double:
+                piece.mul_(FNUZ_SCALE)
+
+
+def _copy_codes(value: Tensor, piece: Tensor) -> None:
+    """Copy e4m3fn codes into a piece of a parameter, in that one's dialect."""
+    codes = piece.view(torch.uint8)
+    codes.copy_(value.view(torch.uint8))
+    if piece.dtype is FNUZ:
+        fn_to_fnuz_(codes)
 
 
 def _share(target: Tensor, copy: Copy) -> Tensor:
@@ -163,8 +188,8 @@ def _check_destination(params: Mapping[str, Param], into: Mapping[str, Tensor], 
     for name, param in params.items():
         shape, dtype = shape_at(param, place), into[name].dtype
         assert into[name].shape == shape, f"{name}: tensor of shape {tuple(into[name].shape)}, share of {shape}"
-        fixed = {"fp8": torch.float8_e4m3fn, "float32": torch.float32}.get(param.dtype)
-        assert fixed is None or dtype is fixed, f"{name}: tensor of {dtype}, parameter of {fixed}"
+        legal = {"fp8": (FN, FNUZ), "float32": (torch.float32,)}.get(param.dtype, (dtype,))
+        assert dtype in legal, f"{name}: tensor of {dtype}, parameter of {legal}"
 
 
 def _draw_into(share: Tensor, param: Param, part: Part, copy: Copy, seed: int) -> None:
@@ -182,7 +207,10 @@ def _draw_into(share: Tensor, param: Param, part: Part, copy: Copy, seed: int) -
             index = index.unsqueeze(-1) + steps
         value = _uniform(index, key) * (high - low) + low
         rows = slice(first - copy.src[0].start, spans[0].stop - copy.src[0].start)
-        share[rows].copy_(value.to(share.dtype))
+        if param.dtype == "fp8":
+            _copy_codes(value.to(FN), share[rows])
+        else:
+            share[rows].copy_(value.to(share.dtype))
 
 
 def _bounds(param: Param, part: Part) -> tuple[float, float]:

@@ -259,6 +259,8 @@ def read_config(model_dir: str | Path) -> tuple[dict[str, object], dict[str, obj
     """
     path = Path(model_dir)
     config = _read_json(path / "config.json")
+    if path.is_file():
+        raise UserError(f"{path} is a file; legal: a directory with config.json and *.safetensors")
     if config is None:
         raise UserError(f"{path} has no config.json; legal: a directory with config.json and *.safetensors")
     return config, _read_json(path / "generation_config.json")

@@ -49,7 +49,7 @@ def catalogue(names: Iterable[str], layers: range, *, first: bool, last: bool, m
             found.ignored["model.visual.* (this server reads text only)"] += 1
             continue
         elif name.startswith(_MTP) and not mtp:
-            found.ignored["mtp.* (drafting is off)"] += 1
+            found.ignored["mtp.* (no draft layer on this rank)"] += 1
             continue
         elif name.startswith(_MTP) and not last:
             found.foreign["mtp.* of the last stage"] += 1

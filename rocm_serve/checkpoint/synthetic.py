@@ -55,7 +55,7 @@ def make_checkpoint(
     wish: JsonObject = {"layout": layout, "mtp": mtp, "seed": seed, "dims": dims, "layers": sizes.layers}
     try:
         with _whole(path, wish) as part:
-            _write_model(part, cast(Layout, layout), cast(MtpFormat, mtp), sizes, seed)
+            write_model(part, cast(Layout, layout), cast(MtpFormat, mtp), sizes, seed)
     except OSError as error:
         raise UserError(f"cannot write to {error.filename or path}: {error.strerror or error}") from error
     return path
@@ -82,7 +82,8 @@ def _whole(path: Path, wish: JsonObject) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _write_model(path: Path, layout: Layout, mtp: MtpFormat, dims: Dims, seed: int) -> None:
+def write_model(path: Path, layout: Layout, mtp: MtpFormat, dims: Dims, seed: int) -> None:
+    """Write every file of a checkpoint into the folder `path`, which is there."""
     ids = write_tokenizer(path, rows=dims.vocabulary, max_position=dims.max_position)
     _write_json(path / "config.json", model_config(layout, mtp, dims, ids))
     _write_json(path / "generation_config.json", generation_config(ids))

@@ -44,6 +44,8 @@ def membership(config: ServeConfig, environ: Mapping[str, str]) -> Membership:
 
     Errors: UserError naming flag or variable and what is legal.
     """
+    if config.nnodes < 1:
+        raise UserError(f"--nnodes {config.nnodes}: legal: 1 and more")
     world = config.tp * config.pp
     if config.node_rank is None and world > 1:
         if "LOCAL_RANK" in environ and "RANK" in environ and "WORLD_SIZE" in environ:
@@ -83,6 +85,16 @@ def split_address(address: str) -> tuple[str, int]:
     if not (host and colon and port.isdigit() and 0 < int(port) <= MAX_PORT):
         raise UserError(f"--dist-init-addr {address!r}: legal: HOST:PORT, port 1..{MAX_PORT}")
     return host.strip("[]"), int(port)
+
+
+def split_init_addr(address: str) -> tuple[str, int]:
+    """Take the HOST:PORT apart at which members meet. Errors: UserError, also when there is no room for all ports."""
+    host, port = split_address(address)
+    if port > MAX_PORT - (PORTS - 1):
+        raise UserError(
+            f"--dist-init-addr {address}: ports up to PORT+{PORTS - 1} are used; legal: up to {MAX_PORT - 3}"
+        )
+    return host, port
 
 
 def join_address(host: str, port: int) -> str:
@@ -175,11 +187,7 @@ def _init_addr(config: ServeConfig, environ: Mapping[str, str], reasons: dict[st
             "several hosts need --dist-init-addr HOST:PORT: an address of node 0 that the others reach;"
             f" ports PORT to PORT+{PORTS - 1} are used there"
         )
-    _, port = split_address(address)
-    if port > MAX_PORT - (PORTS - 1):
-        raise UserError(
-            f"--dist-init-addr {address}: ports up to PORT+{PORTS - 1} are used; legal: up to {MAX_PORT - 3}"
-        )
+    split_init_addr(address)
     return address
 
 

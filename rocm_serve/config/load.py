@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from rocm_serve.config import aliases
 from rocm_serve.config.schema import ServeConfig
 from rocm_serve.errors import UserError
 
@@ -108,6 +109,15 @@ def choices(field: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def check_value(field: str, text: str, flag: str) -> None:
+    """Refuse a text that is no value of `field`, which was given as `flag`. Errors: UserError."""
+    kind = get_type_hints(ServeConfig)[field]
+    try:
+        msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError:
+        raise UserError(f"command line: {flag} {text!r}: legal: {_legal(field, kind)}") from None
+
+
 def _from_environment(environ: Mapping[str, str]) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, text in environ.items():
@@ -143,6 +153,9 @@ def _typed(values: Mapping[str, object], source: str) -> dict[str, object]:
     typed: dict[str, object] = {}
     for name, value in values.items():
         if name not in FIELDS:
+            ours = aliases.ours(name)
+            if ours is not None:
+                raise UserError(f"{source}: {name!r} is called {ours!r} here")
             near = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(FIELDS)}"
             raise UserError(f"{source}: unknown key {name!r}{hint}")

@@ -7,20 +7,31 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from rocm_serve.config import all_reduce, drafting, experts
+from rocm_serve.config.aliases import foreign_variables
 from rocm_serve.config.launcher import MAX_PORT, Membership, join_address, membership, split_address
 from rocm_serve.config.load import flag_name
-from rocm_serve.config.schema import DeviceName, DtypeName, KvDtypeName, Resolved, ServeConfig
+from rocm_serve.config.schema import (
+    DeviceName,
+    DtypeName,
+    Fp8ActivationName,
+    KvDtypeName,
+    Resolved,
+    ServeConfig,
+)
 from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, one_of_each, stage_params
+from rocm_serve.parallel.expert_map import ExpertPlan
 from rocm_serve.parallel.mesh import Mesh
-from rocm_serve.platform.facts import Platform
+from rocm_serve.platform.facts import GPUS_WITH_FP8, Platform
 from rocm_serve.platform.network import Network
-from rocm_serve.platform.table import PROVIDERS
+from rocm_serve.platform.table import PROVIDERS, fp8_activation, provider_order
 
 MAX_PAGE_SIZE = 256
 MAX_SEED = 2**63 - 1
 GPU_MEM_FRACTION = 0.9  # the rest is for communicators, device graphs and the driver
 CPU_MEM_FRACTION = 0.5
+_ATTENTION = ("attention_prefill", "attention_decode")
 _LAYER_OP = re.compile(r"layers\.(\d+)\.(\w+)")
 
 
@@ -33,17 +44,24 @@ def check_wishes(config: ServeConfig) -> None:
     _within(config, "seed", 0, MAX_SEED)
     for field in ("tp", "pp", "ep", "nnodes", "dist_timeout", "watchdog_timeout", "chunked_prefill_size", "page_size"):
         _within(config, field, 1, None)
-    for field in ("max_running_requests", "max_queued_requests", "max_model_len", "max_total_tokens"):
+    for field in (
+        "max_running_requests",
+        "max_queued_requests",
+        "max_model_len",
+        "max_total_tokens",
+        "expert_capacity",
+    ):
         if getattr(config, field) is not None:
             _within(config, field, 1, None)
     if config.page_size > MAX_PAGE_SIZE or config.page_size & (config.page_size - 1):
         raise UserError(f"--page-size {config.page_size}: legal: powers of two from 1 to {MAX_PAGE_SIZE}")
     if config.mem_fraction is not None and not 0 < config.mem_fraction <= 1:
         raise UserError(f"--mem-fraction {config.mem_fraction}: legal: above 0, up to 1")
+    if config.tp % config.ep:
+        legal = ", ".join(str(ep) for ep in range(1, config.tp + 1) if config.tp % ep == 0)
+        raise UserError(f"--ep {config.ep}: it does not divide --tp {config.tp}; legal: {legal}")
     if not config.model:
         raise UserError("--model is empty; legal: the folder of a checkpoint")
-    if config.ep > 1:
-        raise UserError(f"--ep {config.ep} is refused until the expert-parallel path lands; legal: 1")
     if config.dist_init_addr is not None:
         split_address(config.dist_init_addr)
     for name, provider in config.op.items():
@@ -51,14 +69,15 @@ def check_wishes(config: ServeConfig) -> None:
 
 
 def check_degrees(config: ServeConfig, facts: ModelFacts) -> None:
-    """Refuse tensor- and pipeline-parallel degrees that would cut what must stay whole.
+    """Refuse tensor-, pipeline- and expert-parallel degrees that would cut what must stay whole.
 
     Errors: UserError naming the legal degrees.
     """
     if not 1 <= config.pp <= facts.num_layers:
         raise UserError(f"--pp {config.pp}: {facts.num_layers} layers cannot be cut so; legal: 1..{facts.num_layers}")
     short = one_of_each(facts)
-    stage_params(short, Mesh(config.tp, 1).coord(0), formats=ConfigFormats(short), mtp=False)
+    where = Mesh(config.tp, 1, config.ep).coord(0)
+    stage_params(short, where, formats=ConfigFormats(short), mtp=False, experts=ExpertPlan(config.ep))
 
 
 def check_ops(config: ServeConfig, facts: ModelFacts) -> None:
@@ -92,23 +111,59 @@ def resolve(
     free_port: Callable[[], int],
     environ: Mapping[str, str] | None = None,
     find_network: Callable[[int, str, Mapping[str, str]], Network] | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Resolved:
     """Decide everything that was left open.
 
     `vocab_used` is one above the highest id the tokenizer knows. `free_port` is asked only when the ranks of this
     host need a place to meet and none was given. `environ` may hold what a launcher has set; `find_network` (member,
-    host of --dist-init-addr, environ) is asked only when there are several members.
+    host of --dist-init-addr, environ) is asked only when there are several members. `notes` come from the command line.
     Errors: UserError naming the flag and its legal values.
     """
     check_wishes(config)
     check_degrees(config, facts)
     check_ops(config, facts)
-    reasons: dict[str, str] = {}
     environ = environ or {}
     place = membership(config, environ)
-    reasons |= place.reasons
+    reasons = dict(place.reasons)
     device = _device(config, platform, reasons)
     workers = config.tp * config.pp // place.nnodes
+    _check_gpus(config, place, device, platform, workers)
+    _check_fp8(config, facts, device, platform)
+    _check_vocabulary(vocab_used, facts)
+    dtype = _dtype(config, facts, device, reasons)
+    max_model_len = _max_model_len(config, facts, reasons)
+    check_total_tokens(config.max_total_tokens, config.page_size, max_model_len)
+    arch = "cpu" if device == "cpu" else platform.arch
+    preferred, unmet = _attention(config, arch, reasons)
+    activation = _fp8_activation(config, facts, arch, reasons)
+    decided: dict[str, object] = {
+        "served_model_name": _name(config, reasons),
+        **_where(config, place, environ, free_port, find_network, reasons),
+        "device": device,
+        "dtype": dtype,
+        "kv_cache_dtype": _kv_dtype(config, dtype, reasons),
+        "fp8_activation": activation,
+        "all_reduce": all_reduce.decide(config, device, arch, place.nnodes, reasons),
+        **experts.decide(config, facts, device, activation, reasons, unmet),
+        **drafting.decide(config, facts, max_model_len, reasons, unmet),
+        "max_model_len": max_model_len,
+        "mem_fraction": _mem_fraction(config, device, reasons),
+        "vocab_size": facts.vocab_size,
+        "vocab_used": vocab_used,
+        "eos_token_ids": facts.eos_token_ids,
+        "torch_threads": _threads(platform, workers, reasons),
+        "run_dir": run_dir,
+        "op": dict(config.op),
+        "preferred": preferred,
+        "reasons": reasons,
+        "notes": (*notes, *unmet, *foreign_variables(environ)),
+    }
+    taken_over = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in decided}
+    return msgspec.convert(taken_over | decided, Resolved)
+
+
+def _check_gpus(config: ServeConfig, place: Membership, device: DeviceName, platform: Platform, workers: int) -> None:
     if device != "cpu" and workers > platform.num_gpus:
         legal = f"products up to {platform.num_gpus * place.nnodes}" + (
             f" on {place.nnodes} such hosts" if place.nnodes > 1 else ""
@@ -117,30 +172,29 @@ def resolve(
             f"--tp {config.tp} x --pp {config.pp} needs {workers} GPUs{' a host' if place.nnodes > 1 else ''},"
             f" this host has {platform.num_gpus}; legal: {legal}"
         )
+
+
+def _check_vocabulary(vocab_used: int, facts: ModelFacts) -> None:
     if not 0 < vocab_used <= facts.vocab_size:
         raise UserError(
             f"the tokenizer knows ids up to {vocab_used - 1}, the model has {facts.vocab_size} rows for them"
         )
-    dtype = _dtype(config, facts, device, reasons)
-    max_model_len = _max_model_len(config, facts, reasons)
-    check_total_tokens(config.max_total_tokens, config.page_size, max_model_len)
-    decided: dict[str, object] = {
-        "served_model_name": _name(config, reasons),
-        **_where(config, place, environ, free_port, find_network, reasons),
-        "device": device,
-        "dtype": dtype,
-        "kv_cache_dtype": _kv_dtype(config, dtype, reasons),
-        "max_model_len": max_model_len,
-        "mem_fraction": _mem_fraction(config, device, reasons),
-        "vocab_size": facts.vocab_size,
-        "vocab_used": vocab_used,
-        "eos_token_ids": facts.eos_token_ids,
-        "torch_threads": _threads(platform, workers, reasons),
-        "run_dir": run_dir,
-        "reasons": reasons,
-    }
-    taken_over = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in decided}
-    return msgspec.convert(taken_over | decided, Resolved)
+
+
+def _check_fp8(config: ServeConfig, facts: ModelFacts, device: DeviceName, platform: Platform) -> None:
+    if device == "cpu" or platform.fp8_dialect != "none":
+        return
+    gpu = f"{platform.gpu_name or 'this GPU'} ({platform.arch})"
+    if facts.quantization is not None:
+        raise UserError(
+            f"--model {config.model} has FP8 weights, and {gpu} has no FP8 instructions;"
+            f" legal: a checkpoint in bfloat16, or GPUs that are {GPUS_WITH_FP8}"
+        )
+    if config.kv_cache_dtype == "fp8_e4m3":
+        raise UserError(
+            f"--kv-cache-dtype fp8_e4m3: {gpu} has no FP8 instructions; legal: auto, bfloat16, float32,"
+            f" or GPUs that are {GPUS_WITH_FP8}"
+        )
 
 
 def _check_op(name: str, provider: str) -> None:
@@ -192,6 +246,16 @@ def _kv_dtype(config: ServeConfig, dtype: DtypeName, reasons: dict[str, str]) ->
     return dtype
 
 
+def _fp8_activation(config: ServeConfig, facts: ModelFacts, arch: str, reasons: dict[str, str]) -> Fp8ActivationName:
+    if config.fp8_activation != "auto":
+        return config.fp8_activation
+    chosen = fp8_activation(arch)
+    if facts.quantization is not None:
+        how = "as Transformers computes" if chosen == "bf16" else "as kernels of GPUs want it"
+        reasons["fp8_activation"] = f"auto: {how}"
+    return chosen
+
+
 def _max_model_len(config: ServeConfig, facts: ModelFacts, reasons: dict[str, str]) -> int:
     if config.max_model_len is None:
         reasons["max_model_len"] = "auto: the positions that config.json allows"
@@ -239,6 +303,7 @@ def _where(
             "dist_init_addr": join_address(network.init_host, port),
             "address": network.address,
             "interface": network.interface,
+            "mtu": network.mtu,
         }
     if place.init_addr is None and config.tp * config.pp > 1:
         reasons["dist_init_addr"] = "auto: all workers are on this host; a free port"
@@ -246,6 +311,26 @@ def _where(
     if place.init_addr is None:
         reasons["dist_init_addr"] = "one worker has nobody to meet"
     return where
+
+
+def _attention(config: ServeConfig, arch: str, reasons: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Turn --attention-backend into the first choice of the ops that have it on `arch`; say which do not have it."""
+    wish = config.attention_backend
+    preferred: dict[str, str] = {}
+    if wish == "auto":
+        return preferred, []
+    open_ops = [op for op in _ATTENTION if op not in config.op]
+    without = [op for op in open_ops if wish not in provider_order(op, arch)]
+    for op in open_ops:
+        if op not in without:
+            preferred[op] = wish
+            reasons[f"op {op}"] = "--attention-backend"
+    notes = []
+    for has in dict.fromkeys(provider_order(op, arch) for op in without):
+        names = " and ".join(op for op in without if provider_order(op, arch) == has)
+        bound = f"{has[0]} is bound (of {', '.join(has)})"
+        notes.append(f"--attention-backend {wish}: no such provider of {names} on {arch}; {bound}")
+    return preferred, notes
 
 
 def _threads(platform: Platform, workers: int, reasons: dict[str, str]) -> int:

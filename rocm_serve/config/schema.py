@@ -10,6 +10,13 @@ Auto = Literal["auto"]
 DeviceName = Literal["cpu", "cuda", "rocm"]
 DtypeName = Literal["bfloat16", "float32"]
 KvDtypeName = Literal["float32", "bfloat16", "fp8_e4m3"]
+AttentionBackendName = Literal["aiter", "triton", "reference"]
+SpeculativeName = Literal["off", "mtp"]
+ReasoningParserName = Literal["qwen3"]
+ToolCallParserName = Literal["qwen3_coder"]
+ExchangeName = Literal["local", "torch", "all_gather", "mori"]  # parallel/exchange/: how rows come to experts
+Fp8ActivationName = Literal["bf16", "fp8_1x128"]
+AllReduceName = Literal["library", "aiter"]  # of a stage's ranks: that of their process group, or AITER's own kernels
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +29,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    expert_exchange: Auto | ExchangeName = "auto"
+    expert_capacity: int | None = None  # rows a rank may send to experts in a step; None: what a step can need
+    expert_placement: str | None = None  # file of which expert is in which slot; None: in order
+    expert_counts: str | None = None  # file for how often each expert was chosen; None: not counted
+    speculative: Auto | SpeculativeName = "off"  # auto: mtp, but not at sizes of batch where it loses
+    draft_tokens: int | None = None  # most drafts of a request in a step; None: DRAFT_TOKENS
+    speculative_expert_exchange: Literal["inherit"] | ExchangeName = "inherit"  # the draft layer's
+    allow_unvalidated: bool = False  # of pairs of architecture and exchange
     nnodes: int = 1
     node_rank: int | None = None  # None: 0, or what the launcher says
     dist_init_addr: str | None = None
@@ -30,6 +45,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device: Auto | DeviceName = "auto"
     dtype: Auto | DtypeName = "auto"
     kv_cache_dtype: Auto | KvDtypeName = "auto"
+    fp8_activation: Auto | Fp8ActivationName = "auto"  # what FP8 weights are multiplied with
+    all_reduce: Auto | AllReduceName = "auto"
     page_size: int = 16
     chunked_prefill_size: int = 512
     max_running_requests: int = 64
@@ -39,8 +56,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mem_fraction: float | None = None  # None: 0.9 of a GPU's memory, 0.5 of free RAM
     load_format: Literal["auto", "dummy"] = "auto"
     enforce_eager: bool = False
+    attention_backend: Auto | AttentionBackendName = "auto"  # a wish: the first choice wherever the device has it
     op: dict[str, str] = {}  # op name, or "layers.N.op", -> provider
     seed: int = 0
+    reasoning_parser: ReasoningParserName | None = None
+    tool_call_parser: ToolCallParserName | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     trace: str | None = None  # folder for one line per step of the core and of each rank
 
@@ -70,7 +90,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     mem_fraction: float
     load_format: Literal["auto", "dummy"]
     enforce_eager: bool
-    op: dict[str, str]
+    op: dict[str, str]  # held to: a provider that cannot is an error
     seed: int
     log_level: str
     vocab_size: int  # rows of lm_head
@@ -78,7 +98,20 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     torch_threads: int  # per worker
     run_dir: str  # sockets and logs of this run
+    preferred: dict[str, str] = {}  # op -> provider that is tried first
+    fp8_activation: Fp8ActivationName = "bf16"
+    all_reduce: AllReduceName = "library"
+    expert_exchange: ExchangeName = "local"
+    expert_capacity: int = 0  # rows a rank may send to experts in a step; 0: `local` sends none
+    expert_placement: str | None = None
+    expert_counts: str | None = None
+    draft_tokens: int = 0  # most drafts of a request in a step; 0: nothing drafts
+    adaptive_drafting: bool = False  # sizes of batch at which drafting loses do without
+    speculative_expert_exchange: ExchangeName = "local"
+    speculative_expert_capacity: int = 0
     max_total_tokens: int | None = None  # a cap below what memory allows, or None
+    reasoning_parser: ReasoningParserName | None = None  # which part of a chat answer is its reasoning
+    tool_call_parser: ToolCallParserName | None = None  # how the calls in a chat answer are written
     trace: str | None = None
     watchdog_timeout: int = 300  # a rank that owes progress and makes none for so long is dead
     members: int = 1  # processes like this one: one per host, or per rank under torchrun
@@ -86,7 +119,9 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     first_device: int = 0  # GPU of this member's first rank
     address: str = ""  # this member's, for the others; empty when there are none
     interface: str = ""
+    mtu: int = 0  # of that interface, in bytes; equal on all hosts
     reasons: dict[str, str] = {}
+    notes: tuple[str, ...] = ()  # what was asked for and has no effect; variables of other servers
 
     @property
     def local_ranks(self) -> range:

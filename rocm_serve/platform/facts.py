@@ -13,6 +13,7 @@ Fp8Dialect = Literal["fn", "fnuz", "none"]
 # converts OCP bytes itself. Elsewhere FP8 is stored but has no instruction.
 _FP8_OF_ARCH: dict[str, Fp8Dialect] = {"gfx942": "fnuz", "gfx950": "fn"}
 _FIRST_SM_WITH_FP8 = 89
+GPUS_WITH_FP8 = f"{', '.join(_FP8_OF_ARCH)}, sm_{_FIRST_SM_WITH_FP8} and later"
 
 
 class Platform(msgspec.Struct, frozen=True, kw_only=True):

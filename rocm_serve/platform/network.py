@@ -11,12 +11,17 @@ from dataclasses import dataclass, field
 
 from rocm_serve.errors import UserError
 
+# Whose variables take exact names of interfaces.
+EXACT = {"GLOO_SOCKET_IFNAME": "gloo", "MORI_SOCKET_IFNAME": "MORI", "TP_SOCKET_IFNAME": "tensorpipe"}
+
 
 @dataclass(frozen=True, slots=True)
 class Interface:
     name: str
     addresses: tuple[str, ...]
     up: bool
+    mtu: int = 0  # 0: not known
+    inside: bool = False  # a bridge none of whose ports leaves this host, such as docker0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,7 @@ class Network:
     init_host: str
     address: str
     interface: str
+    mtu: int = 0
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -84,32 +90,51 @@ def network_of(
     if interface is None:
         raise UserError(f"no interface of this host bears {address}, from which it reaches {init_host}; it has {have}")
     if not interface.up:
-        raise UserError(f"interface {interface.name}, which bears {address}, is down")
-    if environ.get("GLOO_SOCKET_IFNAME"):
-        check_gloo(environ["GLOO_SOCKET_IFNAME"], interface, why, interfaces)
+        raise UserError(
+            f"interface {interface.name}, which bears {address}, is down: ip link set {interface.name} up,"
+            f" or give an address of another; this host has {have}"
+        )
+    if interface.inside:
+        raise UserError(
+            f"--dist-init-addr {host}: {interface.name} {why}, but no port of that bridge leaves this host: other hosts"
+            f" cannot reach {address}; give the address of the interface that faces the other nodes, here {have}"
+        )
+    check_variables(environ, interface, why, interfaces)
+    return Network(init_host, address, interface.name, interface.mtu, {"interface": why})
+
+
+def check_variables(
+    environ: Mapping[str, str], interface: Interface, why: str, interfaces: Sequence[Interface]
+) -> None:
+    """Hold every variable that names an interface against the one that was found.
+
+    Errors: UserError naming the value that works.
+    """
+    for variable in EXACT:
+        if environ.get(variable):
+            check_exact(variable, environ[variable], interface, why, interfaces)
     if environ.get("NCCL_SOCKET_IFNAME"):
         check_nccl(environ["NCCL_SOCKET_IFNAME"], interface, why, interfaces)
-    return Network(init_host, address, interface.name, {"interface": why})
 
 
-def check_gloo(wish: str, interface: Interface, why: str, interfaces: Sequence[Interface]) -> None:
-    """Hold GLOO_SOCKET_IFNAME against the interface that was found.
+def check_exact(variable: str, wish: str, interface: Interface, why: str, interfaces: Sequence[Interface]) -> None:
+    """Hold a variable that takes exact names, gloo's a list of them, against the interface that was found.
 
     Errors: UserError naming the value that works: gloo itself hangs for a minute or says "Unable to find address".
     """
     known = [one.name for one in interfaces]
-    for name in wish.split(","):
+    names = wish.split(",") if variable == "GLOO_SOCKET_IFNAME" else [wish]
+    remedy = f"set {variable}={interface.name} or leave it unset"
+    for name in names:
         if name not in known:
-            syntax = " (gloo takes exact names, not NCCL's = ^ or prefixes)" if name[:1] in ("=", "^") else ""
+            syntax = f" ({EXACT[variable]} takes exact names, not NCCL's = ^ or prefixes)"
+            is_nccls = name[:1] in ("=", "^") or any(one.startswith(name) for one in known)
             raise UserError(
-                f"GLOO_SOCKET_IFNAME={wish}: no interface {name!r}{syntax}; here are {', '.join(known)};"
-                f" set GLOO_SOCKET_IFNAME={interface.name} or leave it unset"
+                f"{variable}={wish}: no interface {name!r}{syntax if is_nccls else ''};"
+                f" here are {', '.join(known)}; {remedy}"
             )
-    if interface.name not in wish.split(","):
-        raise UserError(
-            f"GLOO_SOCKET_IFNAME={wish}, but {interface.name} {why};"
-            f" set GLOO_SOCKET_IFNAME={interface.name} or leave it unset"
-        )
+    if interface.name not in names:
+        raise UserError(f"{variable}={wish}, but {interface.name} {why}; {remedy}")
 
 
 def check_nccl(wish: str, interface: Interface, why: str, interfaces: Sequence[Interface]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import resource
 import socket
 import subprocess
 import sys
@@ -20,9 +22,13 @@ import psutil
 
 from rocm_serve.errors import UserError
 from rocm_serve.platform.facts import GpuFacts, Platform
+from rocm_serve.platform.host import HostFacts
 from rocm_serve.platform.network import Interface, Network, check_resolved, network_of
+from rocm_serve.platform.rdma import read_ports
 
 _CGROUP = Path("/sys/fs/cgroup")
+_NET = Path("/sys/class/net")
+_CAP_IPC_LOCK = 14
 # Without one of these no driver is loaded, and `auto` need not pay seconds for importing torch.
 _GPU_FILES = (Path("/dev/kfd"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
@@ -98,14 +104,34 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def interfaces() -> tuple[Interface, ...]:
     """List the network interfaces of this host with their IP addresses."""
-    up = {name: stats.isup for name, stats in psutil.net_if_stats().items()}
+    stats = psutil.net_if_stats()
+    found = psutil.net_if_addrs()
     families = (socket.AF_INET, socket.AF_INET6)
     return tuple(
         Interface(
-            name, tuple(a.address.partition("%")[0] for a in found if a.family in families), bool(up.get(name, False))
+            name,
+            tuple(a.address.partition("%")[0] for a in found.get(name, ()) if a.family in families),
+            up=bool(stats[name].isup) if name in stats else False,
+            mtu=int(stats[name].mtu) if name in stats else 0,
+            inside=bridge_is_inside(_NET / name),
         )
-        for name, found in psutil.net_if_addrs().items()
+        for name in {**found, **stats}
     )
+
+
+def bridge_is_inside(interface: Path) -> bool:
+    """Whether `interface`, a folder of /sys/class/net, is a bridge none of whose ports leaves this host.
+
+    Ports that do: hardware, and what is stacked upon others (bonds, VLANs, tunnels, which the kernel gives a type).
+    """
+    ports = interface / "brif"
+    if not ports.is_dir():
+        return False
+    for port in (interface.parent / one.name for one in ports.iterdir()):
+        stacked = "DEVTYPE=" in _read(port / "uevent") or any(port.glob("lower_*"))
+        if stacked or (port / "device").exists():
+            return False
+    return True
 
 
 def numeric_host(host: str) -> str:
@@ -132,6 +158,41 @@ def find_network(member: int, host: str, environ: Mapping[str, str]) -> Network:
     address = numeric_host(host)
     check_resolved(host, address)
     return network_of(member, host, address, source_address(address), interfaces(), environ)
+
+
+def host_facts(root: Path = Path("/")) -> HostFacts:
+    """Look at what a launch over several hosts needs. `root`: below it /dev, /proc and /sys are read."""
+    hostname = socket.gethostname()
+    soft, hard = (None if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(resource.RLIMIT_MEMLOCK))
+    numa = _read(root / "proc/sys/kernel/numa_balancing")
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", _read(root / "proc/self/status"), re.MULTILINE)
+    return HostFacts(
+        hostname=hostname,
+        hostname_address=_own_name(hostname),
+        has_gpu=any((root / path.relative_to("/")).exists() for path in _GPU_FILES),
+        memlock_soft=soft,
+        memlock_hard=hard,
+        may_lock=capabilities is not None and bool(int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1),
+        shm_free=_free_bytes(root / "dev/shm"),
+        rdma_files=len(list((root / "dev/infiniband").glob("uverbs*"))),
+        rdma_ports=read_ports(root),
+        numa_balancing=int(numa) if numa.isdigit() else None,
+    )
+
+
+def _own_name(hostname: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None  # nobody knows the name, this host included
+
+
+def _free_bytes(folder: Path) -> int | None:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None  # no such folder
+    return found.f_bavail * found.f_frsize
 
 
 def _read(path: Path) -> str:

@@ -1,54 +1,79 @@
 """Which provider of an op is tried first, by architecture. Pure data; the first one that accepts is bound.
 
-Architectures: "cpu", "gfx942", "gfx950", "sm90", and whatever else the probe names. "*" stands for the rest.
+Architectures are the probe's names: "cpu" (of any make), "gfx942", "gfx950", "sm_90". "gfx*" and "sm_*" stand for the
+rest of a family, "*" for everything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
 REFERENCE_ONLY = ("reference",)
 
+# Best first. An op's order names providers that it may not have: PROVIDERS says which it has. The entry "*" is for ops
+# without an order of their own.
 PROVIDER_ORDER: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"*": MappingProxyType({"*": REFERENCE_ONLY})}
+    {
+        "cpu": MappingProxyType({"*": REFERENCE_ONLY}),
+        "gfx*": MappingProxyType({"*": ("hip", "aiter", "triton", "reference")}),
+        "sm_*": MappingProxyType({"*": ("triton", "reference")}),
+        "*": MappingProxyType({"*": REFERENCE_ONLY}),
+    }
 )
 
 # Every op and its providers, for those who may not load torch; ops/bind.py has the functions.
 PROVIDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    dict.fromkeys(
-        (
-            "rms_norm",
-            "add_rms_norm",
-            "gated_rms_norm",
-            "linear",
-            "fp8_linear",
-            "silu_mul",
-            "sigmoid_mul",
-            "moe_route",
-            "moe_experts",
-            "qk_norm_rope",
-            "kv_write",
-            "attention_prefill",
-            "attention_decode",
-            "causal_conv",
-            "gdn_chunk",
-            "gdn_decode",
-        ),
-        REFERENCE_ONLY,
-    )
+    {
+        "rms_norm": ("reference", "hip", "aiter", "triton"),
+        "add_rms_norm": ("reference", "hip", "aiter", "triton"),
+        "gated_rms_norm": ("reference", "hip", "triton"),
+        "linear": ("reference", "aiter", "triton"),
+        "fp8_linear": ("reference", "aiter", "triton"),
+        "silu_mul": ("reference", "triton"),
+        "sigmoid_mul": ("reference", "triton"),
+        "moe_route": ("reference", "triton"),
+        "moe_experts": ("reference", "aiter", "triton"),
+        "quantise_rows": ("reference", "triton"),
+        "qk_norm_rope": ("reference", "hip", "triton"),
+        "kv_write": ("reference", "aiter", "triton"),
+        "attention_prefill": ("reference", "aiter", "triton"),
+        "attention_decode": ("reference", "aiter", "triton"),
+        "causal_conv": ("reference", "triton"),
+        "gdn_chunk": ("reference", "aiter", "triton"),
+        "gdn_decode": ("reference", "aiter", "triton"),
+        "draw_token": ("reference", "triton"),
+        "log_sum_exp": ("reference", "triton"),
+    }
 )
 
+# Providers that lay an op's weights out their own way after loading: both layouts exist for a moment.
+LAY_OUT: Mapping[str, tuple[str, ...]] = MappingProxyType({"fp8_linear": ("aiter",), "moe_experts": ("aiter",)})
+
 # How FP8 weights meet the rows: dequantised against bf16 rows, or against rows quantised per 128 columns.
-FP8_ACTIVATION: Mapping[str, str] = MappingProxyType({"cpu": "bf16", "*": "fp8_1x128"})
+Fp8Activation = Literal["bf16", "fp8_1x128"]
+FP8_ACTIVATION: Mapping[str, Fp8Activation] = MappingProxyType({"cpu": "bf16", "*": "fp8_1x128"})
 
 
 def provider_order(op: str, arch: str) -> tuple[str, ...]:
-    """Return the names of the providers of `op` to try on `arch`, best first."""
-    by_op = PROVIDER_ORDER.get(arch, PROVIDER_ORDER["*"])
-    return by_op.get(op, by_op.get("*", REFERENCE_ONLY))
+    """Return the names of the providers that `op` has, in the order to try them on `arch`."""
+    names = (arch, "gfx*" if arch.startswith("gfx") else "sm_*" if arch.startswith("sm_") else "*", "*")
+    by_op = next(PROVIDER_ORDER[name] for name in names if name in PROVIDER_ORDER)
+    order = by_op.get(op, by_op.get("*", REFERENCE_ONLY))
+    return tuple(name for name in order if name in PROVIDERS[op])
 
 
-def fp8_activation(arch: str) -> str:
+def laid_out(arch: str, overrides: Mapping[str, str]) -> frozenset[str]:
+    """Name the ops whose weights are laid out anew on `arch`, if the provider that is tried first is bound.
+
+    `overrides`: "op" or "layers.N.op" to a provider.
+    """
+    first = {op: overrides.get(op, provider_order(op, arch)[0]) for op in LAY_OUT}
+    by_layer = [(name.rpartition(".")[2], provider) for name, provider in overrides.items()]
+    return frozenset(op for op, provider in (*first.items(), *by_layer) if provider in LAY_OUT.get(op, ()))
+
+
+def fp8_activation(arch: str) -> Fp8Activation:
     """Return the default activation of FP8 products on `arch`."""
     return FP8_ACTIVATION.get(arch, FP8_ACTIVATION["*"])

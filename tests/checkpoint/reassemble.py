@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from rocm_serve.models.qwen3_5.spec import ModelFacts
+from rocm_serve.parallel.expert_map import DRAFT_LAYER, ExpertPlan
 
 Tensors = dict[str, Tensor]
+PLAIN = ExpertPlan()
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -17,9 +19,16 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
 
 
-def reassemble(name: str, shards: Sequence[Tensor], facts: ModelFacts, fused: bool) -> Tensors:
+def reassemble(
+    name: str, shards: Sequence[Tensor], facts: ModelFacts, fused: bool, plan: ExpertPlan = PLAIN
+) -> Tensors:
     """Return the checkpoint tensors that parameter `name` came from, given every rank's share in order."""
     shards = [raw(shard) for shard in shards]
+    words = name.split(".")
+    layer = int(words[2]) if words[:2] == ["model", "layers"] else DRAFT_LAYER
+    if ".shared_expert." in name and plan.shared_is_whole(layer):
+        assert all(torch.equal(shards[0], shard) for shard in shards), f"{name} differs between ranks"
+        shards = shards[:1]
     stem, _, leaf = name.rpartition(".")
     scale = "_scale_inv" if leaf.endswith("_scale_inv") else ""
     base = name.removesuffix("_scale_inv").removesuffix(".weight")
@@ -43,7 +52,8 @@ def reassemble(name: str, shards: Sequence[Tensor], facts: ModelFacts, fused: bo
     if module == "in_proj_ba":
         return dict(zip(called("in_proj_b", "in_proj_a"), join(bands(shards, (1, 1))), strict=True))
     if ".experts." in name:
-        return experts(base, module, scale, shards, fused)
+        slots = plan.slots_of(layer, facts.num_experts)
+        return experts(base, module, scale, joined(module, shards, plan.ep, slots), fused)
     if module == "gate_up_proj":
         return dict(zip(called("gate_proj", "up_proj"), join(bands(shards, (1, 1))), strict=True))
     if module in ("o_proj", "out_proj", "down_proj"):
@@ -54,18 +64,36 @@ def reassemble(name: str, shards: Sequence[Tensor], facts: ModelFacts, fused: bo
     return {name: shards[0]}
 
 
-def experts(base: str, module: str, scale: str, shards: Sequence[Tensor], fused: bool) -> Tensors:
+def joined(module: str, shards: Sequence[Tensor], ep: int, slots: Sequence[int]) -> Tensor:
+    """Put slices of experts together, stack the ranks' slots, and return the experts in order. Copies must agree."""
+    each = len(shards) // ep
+    stacks = []
+    for first in range(0, len(shards), each):
+        neighbours = shards[first : first + each]
+        if module == "down_proj":
+            stacks.append(torch.cat(list(neighbours), -1))
+        else:
+            halves = [shard.chunk(2, 1) for shard in neighbours]
+            stacks.append(torch.cat([half[i] for i in (0, 1) for half in halves], 1))
+    by_slot = torch.cat(stacks)
+    assert len(by_slot) == len(slots), f"{len(by_slot)} slots, {len(slots)} in the placement"
+    first_slot = {expert: slot for slot, expert in reversed(list(enumerate(slots)))}
+    for slot, expert in enumerate(slots):
+        assert torch.equal(by_slot[slot], by_slot[first_slot[expert]]), f"slot {slot} is not expert {expert}"
+    return by_slot[[first_slot[expert] for expert in range(len(first_slot))]]
+
+
+def experts(base: str, module: str, scale: str, stack: Tensor, fused: bool) -> Tensors:
     prefix = base.rpartition(".")[0]
     if module == "down_proj":
-        down = torch.cat(list(shards), -1)
+        down = stack
         if fused:
             return {base + scale: down}
         return {f"{prefix}.{e}.down_proj.weight{scale}": down[e] for e in range(len(down))}
-    halves = [shard.chunk(2, 1) for shard in shards]
-    gate, up = (torch.cat([half[i] for half in halves], 1) for i in (0, 1))
     if fused:
-        return {base + scale: torch.cat([gate, up], 1)}
-    each = ((e, own, stack[e]) for e in range(len(gate)) for own, stack in (("gate", gate), ("up", up)))
+        return {base + scale: stack}
+    gate, up = stack.chunk(2, 1)
+    each = ((e, own, half[e]) for e in range(len(gate)) for own, half in (("gate", gate), ("up", up)))
     return {f"{prefix}.{e}.{own}_proj.weight{scale}": tensor for e, own, tensor in each}
 
 

@@ -73,7 +73,11 @@ WRONG: dict[str, tuple[str, Callable[[Headers], Headers], str]] = {
         r"lacks model.layers.2.input_layernorm.weight, .* and \d+ more$",
     ),
     "missing head": ("dense", removed("lm_head.weight"), r"lacks lm_head.weight$"),
-    "missing mtp": ("text-bf16", removed("mtp.fc.weight"), r"lacks mtp.fc.weight$"),
+    "missing mtp": (
+        "text-bf16",
+        removed("mtp.fc.weight"),
+        r"lacks mtp.fc.weight, of the draft layer .*; legal: --speculative off$",
+    ),
     "missing experts": (
         "text-bf16",
         removed("model.layers.0.mlp.experts.down_proj"),
@@ -162,7 +166,7 @@ def test_a_tensor_in_a_shard_that_the_index_forgot_is_named(checkpoints: dict[st
     index = read_index(path)
     del index["mtp.norm.weight"]
     write_index(path, index)
-    with pytest.raises(UserError, match=r"lacks mtp.norm.weight$"):
+    with pytest.raises(UserError, match=r"lacks mtp.norm.weight, of the draft layer"):
         check(path)
     with pytest.raises(UserError, match=rf"{FILES[1]} holds mtp.norm.weight, which the index does not place there"):
         check(path, mtp=False)

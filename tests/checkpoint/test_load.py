@@ -15,46 +15,48 @@ from rocm_serve.checkpoint.load import LoadReport, Progress, dummy_fill, load_st
 from rocm_serve.checkpoint.reader import CheckpointReader
 from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import ModelFacts, parse_config, stage_params
-from rocm_serve.parallel.layout import Param, Place, copies, local_shape
+from rocm_serve.parallel.expert_map import ExpertPlan
+from rocm_serve.parallel.layout import Param, Place, copies, shape_at
 from rocm_serve.parallel.mesh import Coord, Mesh
 from tests.checkpoint.holes import FILES, headers_of, hollow
-from tests.checkpoint.reassemble import Tensors, raw, reassemble
+from tests.checkpoint.reassemble import PLAIN, Tensors, raw, reassemble
 from tests.made import LAYOUTS
 
 MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
 
 
-def table(reader: CheckpointReader, coord: Coord, *, mtp: bool = True) -> tuple[ModelFacts, dict[str, Param]]:
+def table(
+    reader: CheckpointReader, coord: Coord, *, mtp: bool = True, experts: ExpertPlan = PLAIN
+) -> tuple[ModelFacts, dict[str, Param]]:
     facts = parse_config(*reader.config())
     found = stage_catalogue(reader, facts, coord, mtp=mtp)
-    return facts, stage_params(facts, coord, formats=found, mtp=mtp)
+    return facts, stage_params(facts, coord, formats=found, mtp=mtp, experts=experts)
 
 
 def empty(params: dict[str, Param], coord: Coord, dtype: torch.dtype) -> dict[str, Tensor]:
     """Tensors full of NaN, so that an element left out shows."""
     dtypes = {"model": dtype, "float32": torch.float32, "fp8": torch.float8_e4m3fn}
-    return {
-        name: torch.full(local_shape(p, coord.mesh.tp, coord.tp_rank), torch.nan).to(dtypes[p.dtype])
-        for name, p in params.items()
-    }
+    return {name: torch.full(shape_at(p, coord.place), torch.nan).to(dtypes[p.dtype]) for name, p in params.items()}
 
 
 def load(
-    path: Path, coord: Coord, dtype: torch.dtype = torch.bfloat16, *, mtp: bool = True
+    path: Path, coord: Coord, dtype: torch.dtype = torch.bfloat16, *, mtp: bool = True, experts: ExpertPlan = PLAIN
 ) -> tuple[dict[str, Tensor], LoadReport]:
     with CheckpointReader(path) as reader:
-        facts, params = table(reader, coord, mtp=mtp)
+        facts, params = table(reader, coord, mtp=mtp, experts=experts)
         into = empty(params, coord, dtype)
         return into, load_stage(reader, facts, coord, params, into)
 
 
-def whole(shares: list[dict[str, Tensor]], facts: ModelFacts, mesh: Mesh, *, fused: bool) -> Tensors:
+def whole(
+    shares: list[dict[str, Tensor]], facts: ModelFacts, mesh: Mesh, *, fused: bool, experts: ExpertPlan = PLAIN
+) -> Tensors:
     """Reassemble all ranks' parameters; tensors held by two stages must agree."""
     found: Tensors = {}
     for stage in range(mesh.pp):
         ranks = [shares[rank] for rank in mesh.tp_group(stage)]
         for name in ranks[0]:
-            for key, tensor in reassemble(name, [rank[name] for rank in ranks], facts, fused).items():
+            for key, tensor in reassemble(name, [rank[name] for rank in ranks], facts, fused, experts).items():
                 assert key not in found or torch.equal(found[key], tensor)
                 found[key] = tensor
     return found
@@ -74,11 +76,17 @@ def test_the_shares_of_all_ranks_put_together_are_the_checkpoint(
     checkpoints: dict[str, Path], name: str, tp: int, pp: int
 ) -> None:
     path, mesh = checkpoints[name], Mesh(tp, pp)
+    check_whole(name, path, mesh, [load(path, mesh.coord(rank), torch.float32)[0] for rank in range(mesh.world)])
+
+
+def check_whole(
+    name: str, path: Path, mesh: Mesh, shares: list[dict[str, Tensor]], experts: ExpertPlan = PLAIN
+) -> None:
     facts = parse_config(*CheckpointReader(path).config())
-    shares = [load(path, mesh.coord(rank), torch.float32)[0] for rank in range(mesh.world)]
-    mixed = whole(shares, facts, mesh, fused=name == "text-bf16")
+    mixed = whole(shares, facts, mesh, fused=name == "text-bf16", experts=experts)
     if name == "text-fp8-mtp-bf16":
-        fused = whole([{n: t for n, t in s.items() if n.startswith("mtp.")} for s in shares], facts, mesh, fused=True)
+        draft = [{n: t for n, t in s.items() if n.startswith("mtp.")} for s in shares]
+        fused = whole(draft, facts, mesh, fused=True, experts=experts)
         mixed = {k: t for k, t in mixed.items() if not k.startswith("mtp.layers.0.mlp.experts.")} | fused
     theirs = stored(path)
     assert mixed.keys() == theirs.keys()
@@ -109,7 +117,7 @@ def test_the_report_counts_bytes_and_names_what_was_left_alone(checkpoints: dict
         assert report.parameters == len(into)
         vision = {g: n for g, n in report.ignored.items() if g.startswith("model.visual.")}
         assert sum(vision.values()) == sum(n.startswith("model.visual.") for n in reader.names)
-        assert report.ignored["mtp.* (drafting is off)"] == sum(n.startswith("mtp.") for n in reader.names)
+        assert report.ignored["mtp.* (no draft layer on this rank)"] == sum(n.startswith("mtp.") for n in reader.names)
         assert report.bytes_kept == report.bytes_read
         assert f"{report.bytes_kept / 1e9:.3f} GB kept" in report.lines()[0]
         assert len(report.lines()) == 1 + len(report.foreign) + len(report.ignored)

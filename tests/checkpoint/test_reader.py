@@ -123,6 +123,9 @@ def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
         CheckpointReader(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"neither model.safetensors.index.json nor model.safetensors"):
         CheckpointReader(tmp_path)
+    (tmp_path / "alone").write_text("{}")
+    with pytest.raises(UserError, match="alone is a file; legal: a directory with config.json"):
+        read_config(tmp_path / "alone")
     with pytest.raises(UserError, match=r"has no config.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

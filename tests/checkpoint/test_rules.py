@@ -42,7 +42,7 @@ def test_the_last_stage_takes_the_head_and_the_draft_layer_with_an_embedding() -
     assert last.fp8("model.layers.1.mlp.experts.3.up_proj.weight")
     without = catalogue(NAMES, range(1, 2), first=False, last=True, mtp=False, tied=False)
     assert set(without.tensors.values()) == {*NAMES[2:5], NAMES[6]}
-    assert without.ignored["mtp.* (drafting is off)"] == 2
+    assert without.ignored["mtp.* (no draft layer on this rank)"] == 2
 
 
 def test_a_tied_head_is_ignored_by_name_and_the_embedding_is_wanted_on_the_last_stage() -> None:

@@ -59,6 +59,7 @@ def test_a_task_of_srun_is_a_rank_when_there_are_as_many_and_else_a_host() -> No
     ("environ", "wishes", "words"),
     [
         ({}, {"nnodes": 2, "tp": 2}, ["--nnodes 2 needs --node-rank; legal: 0..1"]),
+        ({}, {"nnodes": 0}, ["--nnodes 0: legal: 1 and more"]),
         ({}, {"node_rank": 1}, ["--node-rank 1: legal with --nnodes 1: 0"]),
         ({}, {"nnodes": 2, "node_rank": 2}, ["--node-rank 2: legal with --nnodes 2: 0..1"]),
         ({}, {"nnodes": 2, "node_rank": 0, "pp": 3}, ["--nnodes 2: 3 ranks", "legal: 1, 3"]),

@@ -114,6 +114,15 @@ def test_a_value_of_the_wrong_kind_is_refused_with_the_legal_ones(tmp_path: Path
     assert str(refused.value) == f"{file}: {message}"
 
 
+def test_files_and_variables_have_our_names_only(tmp_path: Path) -> None:
+    file = write(tmp_path, 'model-path = "m"')
+    with pytest.raises(UserError) as refused:
+        load.load({}, file, {})
+    assert str(refused.value) == f"{file}: 'model_path' is called 'model' here"
+    with pytest.raises(UserError, match="environment: 'tp_size' is called 'tp' here"):
+        load.load({"model": "m"}, None, {"ROCM_SERVE_TP_SIZE": "2"})
+
+
 def test_a_broken_or_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not TOML"):
         load.load({}, write(tmp_path, "model = "), {})

@@ -72,6 +72,24 @@ def test_on_a_gpu_auto_means_what_the_checkpoint_asks_for(facts: ModelFacts) -> 
     assert (out.device, out.dtype, out.kv_cache_dtype) == ("rocm", "bfloat16", "bfloat16")
 
 
+A100 = Platform(device="cuda", arch="sm_80", num_gpus=8, gpu_name="A100", cores=8, free_ram_bytes=10**12)
+MI250 = msgspec.structs.replace(MI300X, arch="gfx90a", gpu_name="MI250")
+
+
+@pytest.mark.parametrize("gpu", [A100, MI250], ids=lambda gpu: gpu.arch)
+def test_fp8_is_refused_on_a_gpu_without_instructions_for_it(facts: ModelFacts, gpu: Platform) -> None:
+    where = rf"{gpu.gpu_name} \({gpu.arch}\) has no FP8 instructions"
+    with pytest.raises(UserError, match=f"--kv-cache-dtype fp8_e4m3: {where}; legal: auto, bfloat16, float32, or GPUs"):
+        resolved(facts, gpu, kv_cache_dtype="fp8_e4m3")
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    fp8 = parse_config(TINY_CONFIG | {"quantization_config": quantization})
+    with pytest.raises(UserError, match=f"--model some/dir has FP8 weights, and {where}; legal: a checkpoint in bf"):
+        resolved(fp8, gpu)
+    assert resolved(facts, gpu).kv_cache_dtype == "bfloat16"
+    assert resolved(fp8, MI300X, kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8_e4m3"
+    assert resolved(fp8, LAPTOP, kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8_e4m3"
+
+
 def test_memory_is_shared_on_a_cpu_and_nearly_all_taken_on_a_gpu(facts: ModelFacts) -> None:
     assert resolved(facts).mem_fraction == 0.5
     assert resolved(facts, MI300X).mem_fraction == 0.9
@@ -131,7 +149,7 @@ def test_the_default_name_is_the_path_given(facts: ModelFacts) -> None:
         ({"port": -1}, "--port -1: legal: 0..65535"),
         ({"tp": 0}, "--tp 0: legal: 1 or more"),
         ({"pp": 9}, "--pp 9: 8 layers cannot be cut so; legal: 1..8"),
-        ({"ep": 2}, "--ep 2 is refused until the expert-parallel path lands; legal: 1"),
+        ({"ep": 2}, "--ep 2: it does not divide --tp 1; legal: 1"),
         ({"nnodes": 2}, "--nnodes 2 needs --node-rank; legal: 0..1"),
         ({"nnodes": 2, "node_rank": 0}, "--nnodes 2: 1 ranks do not divide by it; legal: 1"),
         ({"node_rank": 1}, "--node-rank 1: legal with --nnodes 1: 0"),
@@ -175,3 +193,41 @@ def test_more_ranks_than_gpus_are_refused(facts: ModelFacts) -> None:
 def test_a_tokenizer_larger_than_the_model_is_refused(facts: ModelFacts) -> None:
     with pytest.raises(UserError, match="ids up to 2009, the model has 2000 rows"):
         resolved(replace(facts, vocab_size=2000, eos_token_ids=(1,)))
+
+
+def test_an_attention_backend_that_the_device_lacks_is_a_note_and_not_an_error(
+    facts: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu = resolved(facts, attention_backend="aiter", op={"attention_decode": "reference"})
+    assert on_cpu.op == {"attention_decode": "reference"}  # asked for by name: not a matter of the wish
+    assert on_cpu.notes == (
+        "--attention-backend aiter: no such provider of attention_prefill on cpu; reference is bound (of reference)",
+    )
+    assert resolved(facts, attention_backend="aiter").notes == (
+        "--attention-backend aiter: no such provider of attention_prefill and attention_decode on cpu;"
+        " reference is bound (of reference)",
+    )
+    has_aiter = {"gfx942": {"attention_decode": ("triton", "aiter"), "*": ("reference",)}, "*": {"*": ("reference",)}}
+    monkeypatch.setattr("rocm_serve.platform.table.PROVIDER_ORDER", has_aiter)
+    providers = {"attention_prefill": ("reference",), "attention_decode": ("reference", "triton", "aiter")}
+    monkeypatch.setattr("rocm_serve.platform.table.PROVIDERS", providers)
+    on_gpu = resolved(facts, MI300X, attention_backend="aiter")
+    assert on_gpu.op == {} and on_gpu.preferred == {"attention_decode": "aiter"}
+    assert on_gpu.reasons["op attention_decode"] == "--attention-backend"
+    assert len(on_gpu.notes) == 1 and "attention_prefill on gfx942" in on_gpu.notes[0]
+    assert resolved(facts, attention_backend="reference").notes == ()
+
+
+def test_notes_of_the_command_line_and_of_foreign_variables_are_kept(facts: ModelFacts) -> None:
+    config = ServeConfig(model="some/dir")
+    out = resolve(
+        config,
+        facts,
+        LAPTOP,
+        vocab_used=2010,
+        run_dir="run",
+        free_port=lambda: 4242,
+        environ={"VLLM_LOGGING_LEVEL": "DEBUG"},
+        notes=("said before",),
+    )
+    assert out.notes == ("said before", "VLLM_LOGGING_LEVEL is not read here: --log-level says it")
