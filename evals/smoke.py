@@ -114,7 +114,7 @@ def evaluate(url: str, arguments: argparse.Namespace, folder: Path) -> None:
     for results, task in ((gsm8k, "gsm8k"), (choice, "weekday_order")):
         samples = results["n-samples"][task]["effective"]  # type: ignore[index]
         print(f"{task}: {samples} questions answered by {common['model']}")
-    print("A checkpoint of random weights scores about 0 on gsm8k and about 1/3 on weekday_order (three choices):")
+    print("A tiny checkpoint scores about 0 on gsm8k and about 1/3 on weekday_order (three choices):")
     print("these runs show that the whole chain works, not that a model is good.")
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import msgspec
 
+from rocm_serve.config.experts import expert_plan
 from rocm_serve.config.schema import Resolved
+from rocm_serve.diagnostics.launch_result import mesh_of
 from rocm_serve.diagnostics.plan import stage_table, survey
 from rocm_serve.diagnostics.record import RESOLVED, STARTED, Redactor, versions
 from rocm_serve.errors import UserError
 from rocm_serve.executor import memory
-from rocm_serve.parallel.mesh import Mesh
 
 RUN_DIR_PREFIX = "rocm-serve-"
 MOST_OF_A_LOG = 4 << 20  # bytes, from its end
@@ -85,10 +86,10 @@ def plan_lines(resolved: Resolved) -> Iterator[str]:
     """Say what the ranks of each stage were to hold; one line when the model is not there any more."""
     try:
         seen = survey(resolved.model)
-        mesh = Mesh(resolved.tp, resolved.pp)
+        mesh, experts = mesh_of(resolved), expert_plan(resolved, seen.facts)
         for stage in range(mesh.pp):
             coord = mesh.coord(stage * mesh.tp)
-            params = stage_table(seen, coord, mtp=False).params
+            params = stage_table(seen, coord, mtp=resolved.draft_tokens > 0, experts=experts).params
             weights = memory.human(memory.weight_bytes(params, coord, resolved))
             step = memory.human(memory.step_bytes(params, seen.facts, coord, resolved))
             page = memory.human(memory.page_bytes(seen.facts, coord, resolved))

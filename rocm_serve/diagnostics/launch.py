@@ -7,131 +7,66 @@ Everything that the server decides (dtypes, budgets, pages, slots) is decided by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
 from rocm_serve.cache.layout import CACHE_ITEMSIZE
+from rocm_serve.config.experts import expert_plan
 from rocm_serve.config.launcher import membership
 from rocm_serve.config.resolve import resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
-from rocm_serve.diagnostics.plan import RankPlan, StageTable, Survey, group_of, legal_tp, plan_rank, stage_table, survey
-from rocm_serve.diagnostics.split import Pieces, Split
+from rocm_serve.diagnostics.launch_result import Concurrency, Degrees, Experts, Launch, NodeFiles, RankMemory, mesh_of
+from rocm_serve.diagnostics.plan import (
+    StageTable,
+    Survey,
+    group_of,
+    legal_ep,
+    legal_tp,
+    plan_rank,
+    stage_table,
+    survey,
+)
+from rocm_serve.diagnostics.split import Pieces
 from rocm_serve.errors import UserError
-from rocm_serve.executor import memory
+from rocm_serve.executor import experts_memory, memory
 from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, WorkerLoaded
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, one_of_each, stage_params
-from rocm_serve.parallel.layout import Axis, Param, local_bytes
+from rocm_serve.parallel.expert_map import ExpertPlan
+from rocm_serve.parallel.layout import Param, bytes_at, shape_at
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform.gpus import Gpu
+from rocm_serve.platform.table import laid_out
 
 CONTEXTS = (1024, 4096, 8192, 32768, 131072)
 _GPUS_A_NODE = 8
 _MOST_STAGES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """One rank's GPU. `allowed` is the server's budget (--mem-fraction); estimates lie outside of it."""
-
-    weights: RankPlan
-    allowed: int
-    step: int
-    cache: int  # left of the budget for pages and slots; negative when there is nothing left
-    page: int
-    slot: int
-    runtime: int  # estimate
-    communicators: int  # estimate
-    graphs: int  # estimate
-
-    @property
-    def outside(self) -> int:
-        return self.communicators + self.graphs
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFiles:
-    """Checkpoint files that one node's ranks read. `nbytes` None: not all of them are here to be measured."""
-
-    node: int
-    files: tuple[str, ...]
-    nbytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Concurrency:
-    """Requests of `length` tokens that are computed at once with these flags, and that memory alone would allow."""
-
-    length: int
-    at_once: int
-    by_memory: int
-
-
-@dataclass(frozen=True, slots=True)
-class Degrees:
-    """What the model allows: `ep` within a stage, `pp` from 1 up to that number."""
-
-    tp: tuple[int, ...]
-    pp: int
-    ep: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The whole plan. `limits` is what the server would come to, if it starts; `why` says what is in the way."""
-
-    facts: ModelFacts
-    source: str
-    missing_files: tuple[str, ...]
-    gpu: Gpu
-    resolved: Resolved
-    mtp: bool
-    legal: Degrees
-    pieces: Pieces
-    split: Split  # the server's
-    neutral: Split
-    neutral_with_mtp: Split | None  # None: the model has no draft layer
-    server_with_mtp: Split | None
-    ranks: tuple[RankMemory, ...]
-    nodes: tuple[NodeFiles, ...]
-    limits: EffectiveLimits | None
-    concurrency: tuple[Concurrency, ...]
-    why: str | None
-    fits_with: str | None = None
-
-    @property
-    def fits(self) -> bool:
-        return self.why is None
-
-    @property
-    def mesh(self) -> Mesh:
-        return Mesh(self.resolved.tp, self.resolved.pp)
-
-
-def plan_launch(config: ServeConfig, gpu: Gpu, *, nnodes: int | None = None, mtp: bool = False) -> Launch:
+def plan_launch(config: ServeConfig, gpu: Gpu, *, nnodes: int | None = None) -> Launch:
     """Plan `config` on nodes of `gpu`.
 
-    `nnodes` None: eight GPUs a node, or what the stages allow. `mtp`: as if the draft layer were loaded, which the
-    server does not do yet. Fields of `config` that say where this process stands are not looked at.
+    `nnodes` None: eight GPUs a node, or what the stages allow. Fields of `config` that say where this process stands
+    are not looked at.
     Errors: UserError for wishes that no size of GPU could meet; what does not fit is a finding, not an error.
     """
     seen = survey(config.model)
-    if mtp and not seen.facts.mtp_layers:
-        raise UserError("--mtp: the model has no draft layer (mtp_num_hidden_layers is 0)")
-    launch = _evaluate(config, gpu, seen, nnodes, mtp)
+    launch = _evaluate(config, gpu, seen, nnodes)
     return launch if launch.limits is not None else replace(launch, fits_with=_advice(config, gpu, seen, launch))
 
 
-def _evaluate(config: ServeConfig, gpu: Gpu, seen: Survey, nnodes: int | None, mtp: bool) -> Launch:
+def _evaluate(config: ServeConfig, gpu: Gpu, seen: Survey, nnodes: int | None) -> Launch:
     facts = seen.facts
     resolved = _resolve(config, gpu, facts, nnodes)
-    mesh = Mesh(resolved.tp, resolved.pp)
-    tables = [stage_table(seen, mesh.coord(stage * mesh.tp), mtp=mtp) for stage in range(mesh.pp)]
+    mtp = resolved.draft_tokens > 0
+    mesh, experts = mesh_of(resolved), expert_plan(resolved, facts)
+    tables = [stage_table(seen, mesh.coord(stage * mesh.tp), mtp=mtp, experts=experts) for stage in range(mesh.pp)]
+    heap = _heap(facts, experts, resolved, gpu, mtp)
     ranks = tuple(
-        rank for stage, table in enumerate(tables) for rank in _ranks(facts, mesh, stage, table, resolved, gpu)
+        rank for stage, table in enumerate(tables) for rank in _ranks(facts, mesh, stage, table, resolved, gpu, heap)
     )
     pieces = _pieces(facts, mesh, tables, resolved)
-    draft = _draft_bytes(facts, mesh, resolved) if facts.mtp_layers and not mtp else None
+    draft = _draft_bytes(facts, mesh, resolved, experts) if facts.mtp_layers and not mtp else None
     with_draft = None if draft is None else Pieces(pieces.layers, pieces.first, pieces.last + draft)
     limits, why = _limits(resolved, ranks, gpu)
     return Launch(
@@ -141,7 +76,8 @@ def _evaluate(config: ServeConfig, gpu: Gpu, seen: Survey, nnodes: int | None, m
         gpu=gpu,
         resolved=resolved,
         mtp=mtp,
-        legal=Degrees(legal_tp(facts), facts.num_layers, legal_tp(facts, axis=Axis.EP) if facts.num_experts else (1,)),
+        legal=Degrees(legal_tp(facts, ep=mesh.ep), facts.num_layers, legal_ep(facts, mesh.tp)),
+        experts=_experts(mesh, tables, resolved),
         pieces=pieces,
         split=pieces.even(mesh.pp),
         neutral=pieces.neutral(mesh.pp),
@@ -167,20 +103,43 @@ def _resolve(config: ServeConfig, gpu: Gpu, facts: ModelFacts, nnodes: int | Non
     return msgspec.structs.replace(resolved, nnodes=nnodes)
 
 
+def _heap(facts: ModelFacts, experts: ExpertPlan, resolved: Resolved, gpu: Gpu, mtp: bool) -> int:
+    """Return what MORI reserves on every rank, its environment being as it asks for."""
+    exchanges = experts_memory.layer_exchanges(facts, experts, resolved, mtp=mtp)
+    needed = experts_memory.mori_heap_bytes(facts, exchanges, resolved, compute_units=gpu.compute_units)
+    return experts_memory.reserved_heap_bytes(needed)
+
+
+def _experts(mesh: Mesh, tables: Sequence[StageTable], resolved: Resolved) -> Experts | None:
+    slots, extra = 0, [0] * mesh.pp
+    for stage, table in enumerate(tables):
+        place = mesh.coord(stage * mesh.tp).place
+        for name, param in table.params.items():
+            if name.endswith(".experts.down_proj"):
+                slots = max(slots, shape_at(param, place)[0])
+            elif ".shared_expert." in name and not any(True for _ in param.splits):
+                whole = bytes_at(param, place, model_itemsize=CACHE_ITEMSIZE[resolved.dtype])
+                extra[stage] += whole - whole // mesh.tp
+    return Experts(slots, mesh.tp // mesh.ep, max(extra)) if slots else None
+
+
 def _ranks(
-    facts: ModelFacts, mesh: Mesh, stage: int, table: StageTable, resolved: Resolved, gpu: Gpu
+    facts: ModelFacts, mesh: Mesh, stage: int, table: StageTable, resolved: Resolved, gpu: Gpu, heap: int
 ) -> list[RankMemory]:
     """Weigh one rank of a stage; the bands of the parameter table are equal, so the others hold as much."""
     coord = mesh.coord(stage * mesh.tp)
     itemsize = CACHE_ITEMSIZE[resolved.dtype]
     weights = plan_rank(facts, coord, table.params, model_itemsize=itemsize, stored=table.stored)
     assert weights.total_bytes == memory.weight_bytes(table.params, coord, resolved)
-    allowed = memory.gpu_memory(gpu.hbm_bytes, gpu.hbm_bytes - memory.RUNTIME_BYTES, resolved)
+    allowed = memory.gpu_memory(gpu.hbm_bytes, gpu.hbm_bytes - memory.RUNTIME_BYTES - heap, resolved)
     step = memory.step_bytes(table.params, facts, coord, resolved)
     first = RankMemory(
         weights=weights,
         allowed=allowed,
+        preparing=memory.preparation_bytes(table.params, coord, resolved, laid_out(gpu.arch, resolved.op)),
         step=step,
+        exchange=experts_memory.step_staging(table.params, facts, resolved, memory.step_rows(resolved)),
+        heap=heap,
         cache=allowed - weights.total_bytes - step,
         page=memory.page_bytes(facts, coord, resolved),
         slot=memory.slot_bytes(facts, coord, resolved),
@@ -214,6 +173,8 @@ def _limits(resolved: Resolved, ranks: Sequence[RankMemory], gpu: Gpu) -> tuple[
             for one in ranks
         ]
         limits = memory.effective_limits(resolved, budgets)
+        for one in ranks:
+            memory.check_preparation(one.weights.rank, one.allowed, one.weights.total_bytes, one.preparing)
     except UserError as refusal:
         return None, str(refusal)
     outside = max(ranks, key=lambda rank: rank.outside)
@@ -250,18 +211,18 @@ def _pieces(facts: ModelFacts, mesh: Mesh, tables: Sequence[StageTable], resolve
     return Pieces(tuple(layers), beside["embedding"], beside["head"] + beside["mtp"])
 
 
-def _draft_bytes(facts: ModelFacts, mesh: Mesh, resolved: Resolved) -> int:
+def _draft_bytes(facts: ModelFacts, mesh: Mesh, resolved: Resolved, experts: ExpertPlan) -> int:
     """Weigh the draft layer on a rank of the last stage; it is the same beside however many layers."""
     short = one_of_each(facts)
     stages = min(mesh.pp, 2, short.num_layers)
-    last = Mesh(mesh.tp, stages).coord((stages - 1) * mesh.tp)
-    params = stage_params(short, last, formats=ConfigFormats(facts), mtp=True)
+    last = Mesh(mesh.tp, stages, mesh.ep).coord((stages - 1) * mesh.tp)
+    params = stage_params(short, last, formats=ConfigFormats(facts), mtp=True, experts=experts)
     return sum(_local(param, mesh, last.stage, resolved) for name, param in params.items() if group_of(name) == "mtp")
 
 
 def _local(param: Param, mesh: Mesh, stage: int, resolved: Resolved) -> int:
     coord = mesh.coord(stage * mesh.tp)
-    return local_bytes(param, mesh.tp, coord.tp_rank, model_itemsize=CACHE_ITEMSIZE[resolved.dtype])
+    return bytes_at(param, coord.place, model_itemsize=CACHE_ITEMSIZE[resolved.dtype])
 
 
 def _node_files(seen: Survey, mesh: Mesh, tables: Sequence[StageTable], nnodes: int) -> list[NodeFiles]:
@@ -282,7 +243,8 @@ def _advice(config: ServeConfig, gpu: Gpu, seen: Survey, launch: Launch) -> str 
     pp = next(enough, None)
     if pp is None:
         return None
-    more = _evaluate(msgspec.structs.replace(config, pp=pp), gpu, seen, None, launch.mtp)
+    more = _evaluate(msgspec.structs.replace(config, pp=pp), gpu, seen, None)
     if not more.fits:
         return None
-    return f"--tp {config.tp} --pp {pp} fits: {more.mesh.world} x {gpu.name} on {more.resolved.nnodes} nodes"
+    ep = f" --ep {config.ep}" if config.ep > 1 else ""
+    return f"--tp {config.tp} --pp {pp}{ep} fits: {more.mesh.world} x {gpu.name} on {more.resolved.nnodes} nodes"

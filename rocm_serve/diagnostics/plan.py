@@ -24,10 +24,13 @@ from rocm_serve.models.qwen3_5.spec import (
     stage_layers,
     stage_params,
 )
-from rocm_serve.parallel.layout import Axis, Param, Place, copies, legal_degrees, local_bytes
+from rocm_serve.parallel import layout as layouts
+from rocm_serve.parallel.expert_map import ExpertPlan
+from rocm_serve.parallel.layout import Param, Split, bytes_at, copies
 from rocm_serve.parallel.mesh import Coord, Mesh
 
 GROUPS = ("embedding", "layers", "head", "mtp")
+_PLAIN = ExpertPlan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +113,8 @@ class Plan:
 
     def lines(self) -> tuple[str, ...]:
         """Say it for people."""
-        legal = ", ".join(map(str, self.legal_tp))
-        head = f"tp {self.mesh.tp} x pp {self.mesh.pp} by {self.source}; legal tp: {legal}"
+        legal, ep = ", ".join(map(str, self.legal_tp)), f" with ep {self.mesh.ep}" if self.mesh.ep > 1 else ""
+        head = f"tp {self.mesh.tp} x pp {self.mesh.pp}{ep} by {self.source}; legal tp{ep}: {legal}"
         return (head, *(rank_line(rank) for rank in self.ranks))
 
 
@@ -137,15 +140,16 @@ def survey(model: str | Path) -> Survey:
     return Survey(path, facts, reader.names, reader)
 
 
-def stage_table(seen: Survey, coord: Coord, *, mtp: bool) -> StageTable:
+def stage_table(seen: Survey, coord: Coord, *, mtp: bool, experts: ExpertPlan) -> StageTable:
     """Make the table of one stage, checked against the headers where there are any."""
     facts = seen.facts
     if seen.names is None:
-        return StageTable(stage_params(facts, coord, formats=ConfigFormats(facts), mtp=mtp), None, ())
+        params = stage_params(facts, coord, formats=ConfigFormats(facts), mtp=mtp, experts=experts)
+        return StageTable(params, None, ())
     layers = stage_layers(facts, coord)
     tied = facts.tie_word_embeddings
     found = catalogue(seen.names, layers, first=coord.first_stage, last=coord.last_stage, mtp=mtp, tied=tied)
-    params = stage_params(facts, coord, formats=found, mtp=mtp)
+    params = stage_params(facts, coord, formats=found, mtp=mtp, experts=experts)
     files = tuple(sorted({seen.names[name] for name in found.tensors.values()}))
     if seen.reader is None:
         return StageTable(params, None, files)
@@ -154,17 +158,24 @@ def stage_table(seen: Survey, coord: Coord, *, mtp: bool) -> StageTable:
 
 
 def plan(
-    model: str | Path, tp: int, pp: int, rank: int | None = None, *, mtp: bool | None = None, model_itemsize: int = 2
+    model: str | Path,
+    tp: int,
+    pp: int,
+    rank: int | None = None,
+    *,
+    mtp: bool | None = None,
+    experts: ExpertPlan = _PLAIN,
+    model_itemsize: int = 2,
 ) -> Plan:
     """Plan the weights of a launch of `model` (see `survey`).
 
     `rank` None plans every rank, by headers only the shards of the stages asked for are looked at. `mtp` None: as
-    the model has it. `model_itemsize` is that of the dtype the model runs in.
+    the model has it. `experts`: how they lie over a stage. `model_itemsize` is that of the dtype the model runs in.
     Errors: UserError for an illegal degree or rank, a broken configuration, a checkpoint that does not match it.
     """
     seen = survey(model)
     facts = seen.facts
-    mesh = _mesh(tp, pp, rank)
+    mesh = _mesh(tp, pp, experts.ep, rank)
     wanted = bool(facts.mtp_layers) if mtp is None else mtp
     ranks = range(mesh.world) if rank is None else (rank,)
     planned: list[RankPlan] = []
@@ -172,10 +183,10 @@ def plan(
     for one in ranks:
         coord = mesh.coord(one)
         if coord.stage not in stages:
-            stages[coord.stage] = stage_table(seen, coord, mtp=wanted)
+            stages[coord.stage] = stage_table(seen, coord, mtp=wanted, experts=experts)
         table = stages[coord.stage]
         planned.append(plan_rank(facts, coord, table.params, model_itemsize=model_itemsize, stored=table.stored))
-    return Plan(facts, mesh, legal_tp(facts), seen.source, tuple(planned))
+    return Plan(facts, mesh, legal_tp(facts, ep=mesh.ep), seen.source, tuple(planned))
 
 
 def plan_rank(
@@ -191,15 +202,14 @@ def plan_rank(
     `stored` gives the item size of each checkpoint key in the files, if that is known.
     """
     groups = dict.fromkeys(GROUPS, 0)
-    tp, tp_rank = coord.mesh.tp, coord.tp_rank
+    place = coord.place
     for name, param in params.items():
-        groups[group_of(name)] += local_bytes(param, tp, tp_rank, model_itemsize=model_itemsize)
+        groups[group_of(name)] += bytes_at(param, place, model_itemsize=model_itemsize)
     disk = None
     if stored is not None:
-        place = Place(tp, tp_rank)
         every = (copy for param in params.values() for copy in copies(param, place))
         disk = sum(copy.elements * stored[copy.key] for copy in every)
-    return RankPlan(coord.rank, coord.stage, tp_rank, stage_layers(facts, coord), groups, disk)
+    return RankPlan(coord.rank, coord.stage, coord.tp_rank, stage_layers(facts, coord), groups, disk)
 
 
 def checkpoint_totals(
@@ -216,21 +226,29 @@ def checkpoint_totals(
     return CheckpointTotals(len(stored), sum(weights), sum(size * width for size, width in stored.values()))
 
 
-def legal_tp(facts: ModelFacts, formats: Formats | None = None, axis: Axis = Axis.TP) -> tuple[int, ...]:
-    """List the tensor-parallel (or expert-parallel) degrees at which no head, expert or scale block is cut.
+def legal_tp(facts: ModelFacts, formats: Formats | None = None, ep: int = 1) -> tuple[int, ...]:
+    """List the tensor-parallel degrees at which, with `ep`, no head, expert or scale block is cut."""
+    return layouts.legal_tp(_splits(facts, formats), ep)
 
-    One layer of each kind speaks for all.
-    """
+
+def legal_ep(facts: ModelFacts, tp: int, formats: Formats | None = None) -> tuple[int, ...]:
+    """List the expert-parallel degrees of a stage of `tp` ranks."""
+    return layouts.legal_ep(_splits(facts, formats), tp)
+
+
+def _splits(facts: ModelFacts, formats: Formats | None) -> list[Split]:
+    """List every split of a model once or more; one layer of each kind speaks for all."""
     params = stage_params(one_of_each(facts), Mesh(1, 1).coord(0), formats=formats or ConfigFormats(facts), mtp=False)
-    return legal_degrees((split for param in params.values() for split in param.splits), axis)
+    return [split for param in params.values() for split in param.splits]
 
 
-def _mesh(tp: int, pp: int, rank: int | None) -> Mesh:
-    if tp < 1 or pp < 1:
-        raise UserError(f"tp {tp} and pp {pp}; legal: whole numbers, at least 1")
+def _mesh(tp: int, pp: int, ep: int, rank: int | None) -> Mesh:
+    if tp < 1 or pp < 1 or ep < 1:
+        with_ep = f" with ep {ep}" if ep < 1 else ""
+        raise UserError(f"tp {tp} and pp {pp}{with_ep}; legal: whole numbers, at least 1")
     if rank is not None and not 0 <= rank < tp * pp:
         raise UserError(f"rank {rank} is not one of the {tp * pp} of tp {tp} x pp {pp}; legal: 0..{tp * pp - 1}")
-    return Mesh(tp, pp)
+    return Mesh(tp, pp, ep)
 
 
 def group_of(name: str) -> str:

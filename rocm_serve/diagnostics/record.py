@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from rocm_serve.config.aliases import SPELLINGS
 from rocm_serve.config.load import FIELDS
 from rocm_serve.config.schema import Resolved
 from rocm_serve.platform.facts import Platform
@@ -35,7 +36,11 @@ PACKAGES = (
 _SECRET_NAME = re.compile(
     r"(^|[_\W])(api_?keys?|.*keys?|.*tokens?|secrets?|passw(or)?d|passphrase|credentials?|jwt|auth)$", re.I
 )
-_NOT_SECRET = {name.upper() for name in FIELDS} | {f"ROCM_SERVE_{name.upper()}" for name in FIELDS}
+_NOT_SECRET = (
+    {name.upper() for name in FIELDS}
+    | {f"ROCM_SERVE_{name.upper()}" for name in FIELDS}
+    | {flag.strip("-").replace("-", "_").upper() for flag in SPELLINGS}  # --max-num-batched-tokens
+)
 _SHORTEST = 6  # characters; shorter values occur everywhere
 # Bounded names: a log may hold one word of megabytes, and the search must stay linear in it.
 _FLAG = re.compile(r"(--([\w-]{1,64})[= ]+)(\"[^\"]*\"|'[^']*'|[^\s\"',}]+)")

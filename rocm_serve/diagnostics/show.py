@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from rocm_serve.diagnostics.launch import Launch, RankMemory
+from rocm_serve.diagnostics.launch_result import Launch, RankMemory
 from rocm_serve.diagnostics.split import Split
 from rocm_serve.executor.memory import human
 
@@ -36,26 +36,48 @@ def show(launch: Launch, console: Console) -> None:
 
 def head_lines(launch: Launch) -> Iterator[str]:
     resolved, gpu = launch.resolved, launch.gpu
+    degrees = f"tp {resolved.tp} x pp {resolved.pp}" + (f" with ep {resolved.ep}" if resolved.ep > 1 else "")
     yield (
-        f"plan: tp {resolved.tp} x pp {resolved.pp} on {resolved.nnodes} x {launch.mesh.world // resolved.nnodes}"
+        f"plan: {degrees} on {resolved.nnodes} x {launch.mesh.world // resolved.nnodes}"
         f" {gpu.name} ({gpu.arch}, {human(gpu.hbm_bytes)} each), by {launch.source}"
     )
     tp, ep = ", ".join(map(str, launch.legal.tp)), ", ".join(map(str, launch.legal.ep))
-    yield (
-        f"legal for this model: tp {tp}; pp 1..{launch.legal.pp}; ep {ep}, within a stage"
-        " (the server serves ep 1: that path is not there yet)"
-    )
+    beside = f"(with ep {resolved.ep}); pp 1..{launch.legal.pp}"
+    yield f"legal for this model: tp {tp} {beside}; ep {ep} (with tp {resolved.tp})"
+    yield from expert_lines(launch)
     yield f"stages as the server cuts them: {_split(launch.split)}; neutral: {_split(launch.neutral)}"
     if launch.server_with_mtp is not None and launch.neutral_with_mtp is not None:
         yield (
-            f"with the draft layer, which the server does not load yet: {_split(launch.server_with_mtp)};"
+            f"with the draft layer (--speculative mtp): {_split(launch.server_with_mtp)};"
             f" neutral: {_split(launch.neutral_with_mtp)}"
         )
+    one = launch.ranks[0]
+    heap = f" and {human(one.heap)} of MORI's heap" if one.heap else ""
     yield (
         f"budget of a rank: --mem-fraction {resolved.mem_fraction:g} of {human(gpu.hbm_bytes)} less"
-        f" {human(launch.ranks[0].runtime)} of driver and libraries (estimated) = {human(launch.ranks[0].allowed)};"
+        f" {human(one.runtime)} of driver and libraries (estimated){heap} = {human(one.allowed)};"
         f" {resolved.dtype}, KV in {resolved.kv_cache_dtype}"
     )
+    if any(rank.preparing for rank in launch.ranks):
+        yield (
+            f"while weights are laid out for their kernels, up to {human(max(r.preparing for r in launch.ranks))} of"
+            " them exist twice, before there are caches"
+        )
+
+
+def expert_lines(launch: Launch) -> Iterator[str]:
+    """Say how experts lie and how rows come to them, unless that is plain tensor parallelism."""
+    resolved, experts = launch.resolved, launch.experts
+    if experts is None or (resolved.ep == 1 and resolved.expert_exchange == "local"):
+        return
+    cut = "each expert whole" if experts.slices == 1 else f"each expert cut in {experts.slices} slices"
+    line = f"experts: {experts.slots} slots a rank, {cut}; exchange {resolved.expert_exchange}"
+    if resolved.expert_capacity:
+        line += f", up to {resolved.expert_capacity} rows a rank"
+        line += f", up to {human(max(rank.exchange for rank in launch.ranks))} of a step for rows on their way"
+    if experts.shared_extra:
+        line += f"; the shared expert is whole on every rank: {human(experts.shared_extra)} more than cut"
+    yield line
 
 
 def rank_rows(launch: Launch) -> Iterator[tuple[str, ...]]:
@@ -113,6 +135,10 @@ def to_json(launch: Launch) -> bytes:
         "gpu": launch.gpu,
         "tp": resolved.tp,
         "pp": resolved.pp,
+        "ep": resolved.ep,
+        "expert_exchange": resolved.expert_exchange,
+        "expert_capacity": resolved.expert_capacity,
+        "experts": launch.experts,
         "nnodes": resolved.nnodes,
         "mtp": launch.mtp,
         "mem_fraction": resolved.mem_fraction,
@@ -144,7 +170,10 @@ def _rank_json(one: RankMemory) -> dict[str, object]:
         "weight_bytes": dict(weights.weight_bytes),
         "disk_bytes": weights.disk_bytes,
         "allowed_bytes": one.allowed,
+        "preparing_bytes": one.preparing,
         "step_bytes": one.step,
+        "exchange_bytes": one.exchange,
+        "heap_bytes": one.heap,
         "cache_bytes": one.cache,
         "page_bytes": one.page,
         "slot_bytes": one.slot,

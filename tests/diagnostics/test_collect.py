@@ -77,6 +77,8 @@ def test_a_report_holds_versions_configuration_and_what_each_stage_was_to_hold(
     assert json.loads(files["started.json"])["versions"]["amd-mori"] == "not installed"
     assert files["plan.txt"].splitlines() == list(plan_lines(wish))
     assert [line.split(":")[0] for line in plan_lines(wish)] == ["ranks 0..1 (stage 0)", "ranks 2..3 (stage 1)"]
+    shared = resolved(model=wish.model, tp=2, pp=2, ep=2, expert_exchange="torch", expert_capacity=64)
+    assert len(list(plan_lines(shared))) == 2 and list(plan_lines(shared)) != list(plan_lines(wish))
 
 
 def test_a_model_that_is_gone_is_said_in_the_plan_and_stops_nothing(tmp_path: Path) -> None:
@@ -121,7 +123,11 @@ def test_names_that_sound_secret(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["--max-total-tokens", "ROCM_SERVE_MAX_TOTAL_TOKENS", "page_size", "tokenizer", "eos_token_ids", "keyboard"]
+    "name",
+    [
+        *("--max-total-tokens", "ROCM_SERVE_MAX_TOTAL_TOKENS", "--max-num-batched-tokens"),
+        *("page_size", "tokenizer", "eos_token_ids", "keyboard"),
+    ],
 )
 def test_names_of_settings_do_not(name: str) -> None:
     assert not sounds_secret(name)

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from rocm_serve.checkpoint.reader import INDEX
 from rocm_serve.config.schema import ServeConfig
-from rocm_serve.diagnostics.launch import Launch, plan_launch
-from rocm_serve.diagnostics.show import show, to_json, verdict
+from rocm_serve.diagnostics.launch import plan_launch
+from rocm_serve.diagnostics.launch_result import Experts, Launch
+from rocm_serve.diagnostics.show import head_lines, show, to_json, verdict
 from rocm_serve.errors import UserError
 from rocm_serve.executor import memory
 from rocm_serve.messages import WorkerLoaded
@@ -35,7 +36,7 @@ def planned(model: Path) -> Plan:
     made: dict[tuple[object, ...], Launch] = {}
 
     def plan(gpu: str, tp: int, pp: int, **wishes: object) -> Launch:
-        key = gpu, tp, pp, *sorted(wishes.items())
+        key = gpu, tp, pp, str(sorted(wishes.items()))
         if key not in made:
             made[key] = plan_launch(
                 msgspec.convert({"model": str(model), "tp": tp, "pp": pp} | wishes, ServeConfig), GPUS[gpu]
@@ -58,7 +59,65 @@ def test_two_nodes_of_mi300x_hold_the_2_4t_model_as_published_numbers_say(planne
             8192 * 2 if one.weights.stage else 0  # the final norm
         )
     assert launch.legal.tp == (1, 2, 4, 8, 16)
-    assert (launch.legal.pp, launch.legal.ep[-1]) == (92, 512)
+    assert (launch.legal.pp, launch.legal.ep) == (92, (1, 2, 4, 8))
+
+
+def test_experts_over_8_ranks_are_planned_with_and_without_sending_rows(planned: Plan) -> None:
+    plain = planned("mi300x", 8, 2)
+    local = planned("mi300x", 8, 2, ep=8)
+    mori = planned("mi300x", 8, 2, ep=8, expert_exchange="mori", allow_unvalidated=True)
+    assert plain.experts == Experts(slots=512, slices=8, shared_extra=0)
+    assert local.experts == Experts(slots=64, slices=1, shared_extra=0)
+    assert mori.experts is not None and round(mori.experts.shared_extra / 1e9, 2) == 4.05
+    assert (local.legal.tp, local.legal.ep) == ((8, 16), (1, 2, 4, 8))
+    assert local.fits and mori.fits and mori.resolved.expert_capacity == 256
+    for before, one, other in zip(plain.ranks, local.ranks, mori.ranks, strict=True):
+        assert one.weights.total_bytes == before.weights.total_bytes
+        assert one.allowed == before.allowed and (one.heap, one.exchange) == (0, 0)
+        assert other.weights.total_bytes - one.weights.total_bytes == mori.experts.shared_extra
+        assert other.heap == 4 << 30 and other.allowed == one.allowed - other.heap
+        assert 0 < other.exchange < other.step
+        assert other.cache == other.allowed - other.weights.total_bytes - other.step
+    text = "\n".join(head_lines(mori))
+    assert "experts: 64 slots a rank, each expert whole; exchange mori, up to 256 rows a rank" in text
+    assert "the shared expert is whole on every rank: 4.052 GB more than cut" in text
+    assert "4.295 GB of MORI's heap" in text and "not there yet" not in text
+    assert "experts:" not in "\n".join(head_lines(plain))
+    said = json.loads(to_json(mori))
+    assert (said["ep"], said["expert_exchange"], said["expert_capacity"]) == (8, "mori", 256)
+    assert said["ranks"][3]["heap_bytes"] == 4 << 30 and said["experts"]["slots"] == 64
+
+
+def test_long_chunks_need_more_of_moris_heap_and_are_told_so(planned: Plan) -> None:
+    wishes = {"ep": 8, "expert_exchange": "mori", "allow_unvalidated": True, "expert_capacity": 16384}
+    launch = planned("mi355x", 8, 2, **wishes)
+    assert {one.heap for one in launch.ranks} == {5 << 30}
+
+
+@pytest.mark.parametrize(
+    ("wishes", "preparing"),
+    [
+        ({}, 512 * (3 * 256 * 8192 + 4 * 3 * 2 * 64)),
+        ({"ep": 8}, 64 * (3 * 2048 * 8192 + 4 * 3 * 16 * 64)),
+        ({"op": {"moe_experts": "triton", "fp8_linear": "triton"}}, 0),
+    ],
+)
+def test_weights_of_a_layer_exist_twice_while_aiter_lays_them_out(
+    planned: Plan, wishes: dict[str, object], preparing: int
+) -> None:
+    assert {one.preparing for one in planned("mi300x", 8, 2, **wishes).ranks} == {preparing}
+    assert {one.preparing for one in planned("h200", 8, 3).ranks} == {0}
+
+
+def test_weights_that_fit_but_cannot_be_laid_out_are_a_no(planned: Plan, model: Path) -> None:
+    config = ServeConfig(model=str(model), tp=8, pp=2, max_model_len=1024, max_running_requests=1)
+    one = planned("mi300x", 8, 2).ranks[8]  # of longer steps, so its caches are enough
+    least = one.weights.total_bytes + one.step + 4 * one.slot + 64 * one.page
+    assert least < one.weights.total_bytes + one.preparing
+    tight = Gpu("tight", "rocm", "gfx942", 304, int((least + one.runtime) / 0.9) + 1)
+    launch = plan_launch(config, tight)
+    assert launch.limits is None
+    assert launch.why is not None and "laying them out for their kernels 3.222 GB more" in launch.why
 
 
 def test_the_stages_are_46_46_and_with_the_draft_layer_47_45_would_be_neutral(planned: Plan) -> None:
@@ -206,3 +265,5 @@ def test_gpus_are_found_by_name_or_size() -> None:
         gpu_of("mi999", None)
     with pytest.raises(UserError, match="--hbm-gib 0: legal: above 0"):
         gpu_of(None, 0.0)
+    with pytest.raises(UserError, match="--hbm-gib inf: legal: above 0, and no infinity"):
+        gpu_of(None, float("inf"))

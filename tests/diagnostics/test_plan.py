@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,8 @@ from rocm_serve.checkpoint.reader import CheckpointReader
 from rocm_serve.diagnostics.plan import checkpoint_totals, legal_tp, plan
 from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, parse_config
+from rocm_serve.parallel.expert_map import ExpertMap, ExpertPlan
+from rocm_serve.parallel.mesh import Mesh
 from tests.checkpoint import published
 
 # VmHWM is this program's own; getrusage would count the parent's memory, which a child shares until it executes.
@@ -76,6 +80,47 @@ def test_other_layouts_of_the_2_4t_config_come_to_the_published_gigabytes(
     assert round(held["mtp"] / 1e9, 2) == mtp
 
 
+SHARED = 2 * 3 * 2048 * 8192  # bytes of a shared expert: BF16, never FP8
+
+
+def test_with_ep8_a_rank_holds_64_whole_experts_and_a_whole_shared_expert_costs_4_gigabytes(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(published.config()))
+    plain, local, sent = (
+        plan(path, 8, 2, 0, experts=experts)
+        for experts in (ExpertPlan(), ExpertPlan(8), ExpertPlan(8, shared_whole=True))
+    )
+    assert local.mesh == Mesh(8, 2, 8) and local.legal_tp == (8, 16)
+    held = [made.ranks[0].weight_bytes for made in (plain, local, sent)]
+    assert held[0] == held[1], "64 experts whole are as many bytes as 512 cut in 8"
+    assert held[2]["layers"] - held[0]["layers"] == 46 * SHARED * 7 // 8
+    assert round((held[2]["layers"] - held[0]["layers"]) / 1e9, 2) == 4.05
+
+
+def test_slots_and_the_shared_expert_of_each_layer_are_counted_as_its_plan_says(tmp_path: Path) -> None:
+    path, short = tmp_path / "config.json", published.config()
+    path.write_text(json.dumps(short | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}))
+
+    def held(**plans: Any) -> Mapping[str, int]:
+        return plan(path, 8, 1, 5, experts=ExpertPlan(8, **plans)).ranks[0].weight_bytes
+
+    plain, draft = held(), held(draft_shared_whole=True)
+    assert draft["mtp"] - plain["mtp"] == SHARED * 7 // 8 and draft["layers"] == plain["layers"]
+    more = held(maps={0: ExpertMap((*range(512), *range(64)), 8)})
+    slot = 3 * 2048 * 8192 + 4 * 3 * 16 * 64  # scales in float32
+    assert more["layers"] - plain["layers"] == 8 * slot and more["mtp"] == plain["mtp"]
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 2), (4, 4)])
+def test_with_experts_over_ranks_the_files_are_kept_as_often_as_without(
+    checkpoints: dict[str, Path], tp: int, ep: int
+) -> None:
+    for name in ("text-fp8", "text-bf16"):
+        plain, shared = (plan(checkpoints[name], tp, 1, experts=experts) for experts in (ExpertPlan(), ExpertPlan(ep)))
+        assert shared.from_headers
+        assert [rank.disk_bytes for rank in shared.ranks] == [rank.disk_bytes for rank in plain.ranks]
+
+
 def test_the_2_4t_config_is_cut_into_1_2_4_8_or_16_and_refuses_32(facts: ModelFacts, tmp_path: Path) -> None:
     assert legal_tp(facts, ConfigFormats(facts)) == (1, 2, 4, 8, 16)
     path = tmp_path / "config.json"
@@ -132,6 +177,12 @@ def test_a_launch_that_cannot_be_is_refused_with_the_legal_values(
 
 
 def test_lines_name_every_rank_and_the_legal_degrees(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match=r"^ep 3 cannot be used: it does not divide tp 2; legal: 1, 2$"):
+        plan(checkpoints["vl-fp8"], 2, 1, experts=ExpertPlan(3))
+    with pytest.raises(UserError, match=r"^tp 2 and pp 1 with ep 0; legal: whole numbers, at least 1$"):
+        plan(checkpoints["vl-fp8"], 2, 1, experts=ExpertPlan(0))
+    shared, *_ = plan(checkpoints["vl-fp8"], 2, 1, experts=ExpertPlan(2)).lines()
+    assert shared == "tp 2 x pp 1 with ep 2 by checkpoint headers; legal tp with ep 2: 2, 4"
     head, *ranks = plan(checkpoints["vl-fp8"], 2, 2).lines()
     assert head == "tp 2 x pp 2 by checkpoint headers; legal tp: 1, 2, 4"
     assert [line.split(" (")[0] for line in ranks] == ["rank 0", "rank 1", "rank 2", "rank 3"]

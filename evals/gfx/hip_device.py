@@ -1,0 +1,72 @@
+"""The HIP kernels without a GPU: the entry points run on this CPU, their launches go to the emulator."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from evals.gfx.device import Buffer, Device, span
+from evals.gfx.emulator.code_object import Value, own_arguments
+from evals.gfx.emulator.machine import Kernel
+from evals.gfx.toolchain import device_objects, host_library
+from rocm_serve.ops.hip_library import ARGUMENT_TYPES, ENTRY_POINTS
+
+_LAUNCHER = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.POINTER(ctypes.c_void_p)
+)
+_FAILED = 1
+
+
+class EmulatedLibrary:
+    """Stands in for hip_library.LoadedLibrary: the same calls, the same entry points, another device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._library = ctypes.CDLL(str(host_library(device.folder)))
+        self._kernels: dict[int, Kernel] = {}
+        for path in device_objects(device.arch, device.folder):
+            for name, kernel in device.kernels(path).items():
+                symbol = ctypes.c_char.in_dll(self._library, name)
+                self._kernels[ctypes.addressof(symbol)] = kernel
+        self._launcher = _LAUNCHER(self._launch)  # held: the library keeps its address only
+        self._library.rs_offline_set_launcher(self._launcher)
+        self._buffers: list[Buffer] = []
+        self._error: Exception | None = None
+
+    def call(self, name: str, *arguments: torch.Tensor | int | float | None) -> None:
+        """Call an entry point; the tensors given are all that its kernels may touch. Errors: those of the emulator."""
+        self._buffers = [span(a) for a in arguments if isinstance(a, torch.Tensor)]
+        self._error = None
+        function: Callable[..., int] = getattr(self._library, name)
+        types = [ARGUMENT_TYPES[code] for code in ENTRY_POINTS[name]]
+        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        given: list[Any] = [*plain, None]  # the stream comes last: there is none
+        typed = [type_(value) for type_, value in zip(types, given, strict=True)]
+        code = function(*typed)
+        if self._error is not None:
+            raise self._error
+        if code:
+            raise RuntimeError(f"{name}: code {code}")
+
+    def _launch(self, kernel: int, blocks: int, threads: int, arguments: Any) -> int:
+        # An exception must not go through C: it is kept and raised by `call`.
+        try:
+            found = self._kernels[kernel]
+            own = own_arguments(found.metadata)
+            values: list[Value] = [ctypes.string_at(arguments[k], own[k][".size"]) for k in range(len(own))]
+            self._device.launch(found, (blocks, 1, 1), (threads, 1, 1), values, self._buffers)
+        except Exception as error:
+            self._error = error
+            return _FAILED
+        return 0
+
+
+def library_of(device: Device) -> EmulatedLibrary:
+    """Return the device's library, compiled when it is first asked for."""
+    if device.library is None:
+        device.library = EmulatedLibrary(device)
+    found: EmulatedLibrary = device.library
+    return found

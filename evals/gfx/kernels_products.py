@@ -1,0 +1,263 @@
+"""Trials of the Triton kernels of norms, gates, products, routing and experts.
+
+The executed ones are small and odd: tails of every mask, strided rows, experts without rows. Real sizes, those of the
+2.4T model on one of eight ranks, are compiled only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import torch
+
+from evals.gfx.registry import Arch, Trial, fp8_dtype
+from rocm_serve.ops.contract import Arguments
+from rocm_serve.ops.fp8 import BLOCK, fp8_max
+from rocm_serve.ops.inputs import normal
+
+_BF16 = torch.bfloat16
+Build = Callable[[torch.Generator, Arch], Arguments]
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Return the same rows inside wider ones: 16-byte aligned, with a stride that is not their width."""
+    width = x.shape[-1]
+    held = torch.full((*x.shape[:-1], -(-(width + 9) // 16) * 16), float("nan"), dtype=x.dtype)
+    held[..., 8 : 8 + width] = x
+    return held[..., 8 : 8 + width]
+
+
+def _block_fp8(g: torch.Generator, arch: Arch, *shape: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = fp8_dtype(arch)
+    top = fp8_max(dtype)
+    weight = (torch.randn(shape, generator=g) * (top / 4.5)).clamp(-top, top).to(dtype)
+    blocks = (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
+    return weight, (torch.rand(blocks, generator=g) * 1.5 + 0.5) * (scale * 4.5 / top)
+
+
+def _norm(g: torch.Generator, arch: Arch, *, shape: tuple[int, ...], residual: bool = False) -> Arguments:
+    stream: Arguments = {"residual_TH": _wide(normal(g, *shape, dtype=_BF16))} if residual else {}
+    weight = normal(g, shape[-1], scale=0.3, dtype=_BF16)
+    return {"x_TH": _wide(normal(g, *shape, dtype=_BF16)), **stream, "weight_H": weight, "eps": 1e-2, "plus_one": True}
+
+
+def _gated(g: torch.Generator, arch: Arch, *, shape: tuple[int, int, int], activation: str) -> Arguments:
+    rows, heads, width = shape
+    gate = _wide(normal(g, rows, heads * width, scale=3.0, dtype=_BF16)).view(shape)
+    weight = normal(g, width, scale=0.3) + 1.0
+    return {"x_THD": normal(g, *shape, dtype=_BF16), "gate_THD": gate, "weight_D": weight} | {
+        "eps": 1e-2,
+        "activation": activation,
+    }
+
+
+def _silu(g: torch.Generator, arch: Arch, *, rows: int, width: int) -> Arguments:
+    return {"gate_up_TI": _wide(normal(g, rows, 2 * width, scale=3.0, dtype=_BF16))}
+
+
+def _sigmoid(g: torch.Generator, arch: Arch, *, rows: int, width: int, gates: int) -> Arguments:
+    return {
+        "x_TH": _wide(normal(g, rows, width, dtype=_BF16)),
+        "gate": _wide(normal(g, rows, gates, scale=3.0, dtype=_BF16)),
+    }
+
+
+def _linear(g: torch.Generator, arch: Arch, *, rows: int, k: int, n: int) -> Arguments:
+    weight = normal(g, n, k, scale=k**-0.5, dtype=_BF16)
+    return {"x_TK": _wide(normal(g, rows, k, dtype=_BF16)), "weight_NK": weight, "out_dtype": torch.float32}
+
+
+def _fp8_linear(g: torch.Generator, arch: Arch, *, rows: int, k: int, n: int, activation: str) -> Arguments:
+    weight, scale = _block_fp8(g, arch, n, k, scale=k**-0.5)
+    x = _wide(normal(g, rows, k, dtype=_BF16))
+    return {"x_TK": x, "weight_NK": weight, "scale": scale, "activation": activation}
+
+
+def _quantise(g: torch.Generator, arch: Arch, *, rows: int, width: int) -> Arguments:
+    return {"x_TK": _wide(normal(g, rows, width, dtype=_BF16)), "dtype": fp8_dtype(arch)}
+
+
+def _route(g: torch.Generator, arch: Arch, *, rows: int, experts: int, top_k: int, ties: bool = False) -> Arguments:
+    logits = torch.randint(0, 4, (rows, experts), generator=g) if ties else normal(g, rows, experts, scale=2.0)
+    return {"logits_TE": logits.to(_BF16), "top_k": top_k, "renormalise": not ties}
+
+
+def _experts(
+    g: torch.Generator,
+    arch: Arch,
+    *,
+    rows: int,
+    h: int,
+    i: int,
+    e: int,
+    k: int,
+    activation: str | None = None,
+    live: int | torch.Tensor | None = None,
+) -> Arguments:
+    """Without an activation the weights are plain. A fifth of the choices is held elsewhere."""
+    ids = torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(rows)]).to(torch.int32)
+    ids[torch.rand(ids.shape, generator=g) < 0.2] = -1
+    made: Arguments = {
+        "x_TH": _wide(normal(g, rows, h, dtype=_BF16)),
+        "ids_Tk": ids,
+        "weights_Tk": torch.rand(rows, k, generator=g),
+        "num_rows": rows if live is None else live,
+        "activation": activation or "bf16",
+    }
+    if activation is None:
+        w13 = normal(g, e, 2 * i, h, scale=h**-0.5, dtype=_BF16)
+        return made | {"w13_EIH": w13, "w2_EHI": normal(g, e, h, i, scale=i**-0.5, dtype=_BF16)}
+    (w13, s13), (w2, s2) = (
+        _block_fp8(g, arch, e, 2 * i, h, scale=h**-0.5),
+        _block_fp8(g, arch, e, h, i, scale=i**-0.5),
+    )
+    return made | {"w13_EIH": w13, "w13_scale": s13, "w2_EHI": w2, "w2_scale": s2}
+
+
+def _untouched(sizes: Mapping[str, tuple[int, ...]], arch: Arch, **others: object) -> Arguments:
+    """Arguments of a real size that are never read. A name's ending tells its dtype, bf16 without one."""
+    made: Arguments = dict(others)
+    for name, shape in sizes.items():
+        plain, _, kind = name.partition("|")
+        dtypes = {"": _BF16, "fp8": fp8_dtype(arch), "f32": torch.float32, "i32": torch.int32}
+        made[plain] = torch.empty(shape, dtype=dtypes[kind])
+    return made
+
+
+def _real_fp8_linear(g: torch.Generator, arch: Arch, *, rows: int, activation: str) -> Arguments:
+    sizes = {"x_TK": (rows, 8192), "weight_NK|fp8": (2560, 8192), "scale|f32": (20, 64)}
+    return _untouched(sizes, arch, activation=activation)
+
+
+def _real_linear(g: torch.Generator, arch: Arch, *, rows: int) -> Arguments:
+    return _untouched({"x_TK": (rows, 8192), "weight_NK": (4096, 8192)}, arch, out_dtype=torch.float32)
+
+
+def _real_experts(g: torch.Generator, arch: Arch, *, rows: int, activation: str | None) -> Arguments:
+    """32 experts of 512: a tile is chosen by the rows that an expert gets."""
+    fp8, scales = ("|fp8", {"w13_scale|f32": (32, 4, 64), "w2_scale|f32": (32, 64, 2)}) if activation else ("", {})
+    sizes = {"x_TH": (rows, 8192), "ids_Tk|i32": (rows, 10), "weights_Tk|f32": (rows, 10)} | scales
+    sizes |= {f"w13_EIH{fp8}": (32, 512, 8192), f"w2_EHI{fp8}": (32, 8192, 256)}
+    return _untouched(sizes, arch, num_rows=rows, activation=activation or "bf16")
+
+
+_WORDS = "ids are sorted one word at a time"
+_MATRIX = "stored as the matrix instruction leaves it, 4 columns of a row a lane"
+_EXCEPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "count_choices_kernel": {"wide_loads": _WORDS, "wide_stores": _WORDS},
+        "place_choices_kernel": {"wide_loads": _WORDS, "wide_stores": _WORDS},
+        "moe_route_kernel": {"wide_stores": "an id and a weight for each of few choices"},
+        "quantise_rows_kernel": {"wide_stores": "a lane that loads 16 bytes of bf16 has 8 bytes of FP8"},
+        "fp8_linear_kernel": {"wide_stores": _MATRIX},
+        "linear_kernel": {"wide_stores": _MATRIX},
+        "gate_up_kernel": {"wide_stores": _MATRIX},
+        "down_kernel": {"wide_stores": _MATRIX},
+    }
+)
+_ODD = "sizes that are no multiple of 16 bytes, to meet the tail of a mask"
+_EXPERTS = ("count_choices_kernel", "place_choices_kernel", "gate_up_kernel", "down_kernel", "combine_kernel")
+
+
+def _trial(
+    op: str, case: str, build: Build, *kernels: str, odd: bool = False, real: bool = False, fp8: bool = False
+) -> Trial:
+    """`odd` sizes are excused from wide accesses; `real` ones are compiled only; `fp8` products must be native."""
+    exceptions = {f"{kernel}:{check}": why for kernel in kernels for check, why in _EXCEPTIONS.get(kernel, {}).items()}
+    if odd:
+        exceptions |= {"wide_loads": _ODD, "wide_stores": _ODD}
+    products = tuple(k for k in kernels if k in ("fp8_linear_kernel", "gate_up_kernel", "down_kernel")) if fp8 else ()
+    return Trial(
+        op=op,
+        provider="triton",
+        case=case,
+        arguments=build,
+        kernels=kernels,
+        exceptions=exceptions,
+        native_fp8=products,
+        compile_only=real,
+    )
+
+
+def _fp8_trial(case: str, activation: str, build: Build, **other: bool) -> Trial:
+    quantised = activation == "fp8_1x128"
+    kernels = (*(("quantise_rows_kernel",) if quantised else ()), "fp8_linear_kernel")
+    return _trial("fp8_linear", f"{case}, {activation}", build, *kernels, fp8=quantised, **other)
+
+
+def _experts_trial(case: str, activation: str | None, build: Build, **other: bool) -> Trial:
+    quantised = activation == "fp8_1x128"
+    kernels = (*(("quantise_rows_kernel",) if quantised else ()), *_EXPERTS)
+    return _trial("moe_experts", f"{case}, {activation or 'plain'}", build, *kernels, fp8=quantised, **other)
+
+
+_NORM, _GATED, _SIGMOID = "rms_norm_kernel", "gated_rms_norm_kernel", "sigmoid_mul_kernel"
+_ACTIVATIONS = ("bf16", "fp8_1x128")
+
+TRIALS: tuple[Trial, ...] = (
+    _trial("rms_norm", "9 x 259", partial(_norm, shape=(9, 259)), _NORM, odd=True),
+    _trial("rms_norm", "3 x 3 x 64", partial(_norm, shape=(3, 3, 64)), _NORM),
+    _trial("rms_norm", "2 x 5376", partial(_norm, shape=(2, 5376)), _NORM),
+    _trial("add_rms_norm", "3 x 520", partial(_norm, shape=(3, 520), residual=True), _NORM),
+    _trial("add_rms_norm", "3 x 8192", partial(_norm, shape=(3, 8192), residual=True), _NORM, real=True),
+    _trial("rms_norm", "3 x 8192", partial(_norm, shape=(3, 8192)), _NORM, real=True),
+    _trial(
+        "gated_rms_norm",
+        "silu, 5 x 3 x 40",
+        partial(_gated, shape=(5, 3, 40), activation="silu"),
+        _GATED,
+    ),
+    _trial(
+        "gated_rms_norm",
+        "sigmoid, 3 x 3 x 128",
+        partial(_gated, shape=(3, 3, 128), activation="sigmoid"),
+        _GATED,
+    ),
+    _trial("silu_mul", "5 x 72", partial(_silu, rows=5, width=72), "silu_mul_kernel"),
+    _trial("silu_mul", "3 x 51", partial(_silu, rows=3, width=51), "silu_mul_kernel", odd=True),
+    _trial("silu_mul", "3 x 2048", partial(_silu, rows=3, width=2048), "silu_mul_kernel", real=True),
+    _trial("sigmoid_mul", "5 x 72", partial(_sigmoid, rows=5, width=72, gates=72), _SIGMOID),
+    _trial(
+        "sigmoid_mul", "5 x 2056, a gate a row", partial(_sigmoid, rows=5, width=2056, gates=1), "sigmoid_mul_kernel"
+    ),
+    _trial("linear", "5 x 80 x 136", partial(_linear, rows=5, k=80, n=136), "linear_kernel"),
+    _trial("linear", "67 x 80 x 40", partial(_linear, rows=67, k=80, n=40), "linear_kernel"),
+    *(
+        _trial("linear", f"{t} x 8192 x 4096", partial(_real_linear, rows=t), "linear_kernel", real=True)
+        for t in (1, 33, 300)
+    ),
+    *(
+        _fp8_trial(f"{t} x {k} x {n}", a, partial(_fp8_linear, rows=t, k=k, n=n, activation=a))
+        for a in _ACTIVATIONS
+        for t, k, n in ((5, 208, 136), (19, 256, 40), (67, 144, 72))
+    ),
+    *(
+        _fp8_trial(f"{t} x 8192 x 2560", a, partial(_real_fp8_linear, rows=t, activation=a), real=True)
+        for a in _ACTIVATIONS
+        for t in (1, 20, 60, 300)
+    ),
+    _trial("quantise_rows", "5 x 304", partial(_quantise, rows=5, width=304), "quantise_rows_kernel"),
+    _trial("moe_route", "3 x 27", partial(_route, rows=3, experts=27, top_k=5), "moe_route_kernel", odd=True),
+    _trial("moe_route", "2 x 512, ties", partial(_route, rows=2, experts=512, top_k=10, ties=True), "moe_route_kernel"),
+    _experts_trial("7 rows, 5 live", None, partial(_experts, rows=7, h=72, i=40, e=3, k=2, live=5)),
+    *(
+        _experts_trial("width 192", a, partial(_experts, rows=5, h=160, i=192, e=3, k=2, activation=a))
+        for a in _ACTIVATIONS
+    ),
+    *(
+        _experts_trial("tiles of 64", a, partial(_experts, rows=50, h=128, i=128, e=2, k=2, activation=a))
+        for a in _ACTIVATIONS
+    ),
+    _experts_trial(
+        "a count on the device",
+        None,
+        partial(_experts, rows=6, h=64, i=32, e=4, k=2, live=torch.tensor([4], dtype=torch.int32)),
+    ),
+    *(
+        _experts_trial(f"2.4T, {t} rows", a, partial(_real_experts, rows=t, activation=a), real=True)
+        for a in (None, *_ACTIVATIONS)
+        for t in (1, 60, 180, 500)
+    ),
+)

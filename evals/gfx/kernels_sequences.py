@@ -1,0 +1,237 @@
+"""Trials of the Triton kernels that walk sequences: attention, the gated delta rule, the convolution, rotary norms.
+
+The executed ones are small and odd: tails of every mask, several sequences, rows that do not begin at 0. Real sizes are
+compiled only. Widths stay multiples of 16, as every model's are: others cost the convolution some scalar registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from evals.gfx.registry import Arch, Trial, fp8_dtype
+from rocm_serve.ops.attention_cases import attention_case
+from rocm_serve.ops.batch import Sequences
+from rocm_serve.ops.contract import Arguments
+from rocm_serve.ops.gdn_cases import committing, gdn_case
+from rocm_serve.ops.inputs import normal, sequences_of
+
+_BF16 = torch.bfloat16
+Build = Callable[[torch.Generator, Arch], Arguments]
+
+
+def _kv(g: torch.Generator, arch: Arch, *, rows: int, heads: int, d: int, fp8: bool) -> Arguments:
+    """K of magnitudes up to beyond what FP8 holds; V a slice of a wider projection."""
+    pages = [torch.zeros(rows // 4 + 2, 4, heads, d).to(fp8_dtype(arch) if fp8 else _BF16) for _ in range(2)]
+    wide = normal(g, rows, heads * d + 16, dtype=_BF16)
+    return {
+        "k_NGD": normal(g, rows, heads, d, scale=200.0, dtype=_BF16),
+        "v_NGD": wide[:, 16:].view(rows, heads, d),
+        "k_pages_PSGD": pages[0],
+        "v_pages_PSGD": pages[1],
+        "index_N": torch.randperm(pages[0].shape[0] * 4, generator=g)[:rows],
+        "k_scale": 0.5 if fp8 else 1.0,
+        "v_scale": 3.0 if fp8 else 1.0,
+    }
+
+
+def _turned(g: torch.Generator, arch: Arch, *, rows: int, heads: int, kv_heads: int, d: int, rotated: int) -> Arguments:
+    angle = torch.arange(50)[:, None] * 1e4 ** (-torch.arange(0, rotated, 2) / rotated)
+    return {
+        "q_THD": normal(g, rows, heads, 2 * d, dtype=_BF16)[..., :d],
+        "k_TGD": normal(g, rows, kv_heads, d, dtype=_BF16),
+        "q_weight_D": normal(g, d, scale=0.3, dtype=_BF16),
+        "k_weight_D": normal(g, d, scale=0.3, dtype=_BF16),
+        "cos_PR": angle.cos(),
+        "sin_PR": angle.sin(),
+        "positions_T": torch.randint(0, 50, (rows,), generator=g),
+        "eps": 1e-6,
+    }
+
+
+def _conv(
+    g: torch.Generator, arch: Arch, *, rows: tuple[int, ...], channels: int, commits: tuple[int, ...] | None = None
+) -> Arguments:
+    sequences, _ = sequences_of(g, rows, (0,) * len(rows), first_row=1)
+    if commits is not None:
+        sequences = committing(sequences, commits)
+    total = sequences.row_starts[-1] + 2
+    return {
+        "u_TC": normal(g, total, channels + 16, dtype=_BF16)[:, :channels],
+        "weight_CK": normal(g, channels, 4, dtype=_BF16),
+        "state": normal(g, len(rows) + 2, 3, channels, dtype=_BF16),
+        "sequences": sequences,
+    }
+
+
+def _rule(g: torch.Generator, arch: Arch, **sizes: int | tuple[int, ...]) -> Arguments:
+    return gdn_case(g, _BF16, **sizes)  # type: ignore[arg-type]
+
+
+def _attend(
+    g: torch.Generator, arch: Arch, *, rows_in: torch.dtype = _BF16, fp8: bool = False, **sizes: object
+) -> Arguments:
+    return attention_case(g, rows_in, stored=fp8_dtype(arch) if fp8 else None, **sizes)  # type: ignore[arg-type]
+
+
+def _untouched(
+    g: torch.Generator, arch: Arch, *, rows: int, context: int, heads: int, kv_heads: int, fp8: bool = False
+) -> Arguments:
+    """Arguments of a real size that are never read: to compile for."""
+    length = context + rows
+    pages = torch.empty(length // 16 + 1, 16, kv_heads, 256, dtype=fp8_dtype(arch) if fp8 else _BF16)
+    sequences = Sequences(
+        row_starts=(0, rows),
+        contexts=(context,),
+        slots=(1,),
+        num_recurrent=0,
+        row_starts_B1=torch.tensor([0, rows], dtype=torch.int32),
+        contexts_B=torch.tensor([context], dtype=torch.int32),
+        slots_B=torch.tensor([1], dtype=torch.int32),
+        page_table_BP=torch.zeros(1, len(pages), dtype=torch.int32),
+    )
+    q = torch.empty(rows, heads, 256, dtype=_BF16)
+    held = {"k_pages_PSGD": pages, "v_pages_PSGD": pages}
+    return {"q_THD": q, **held, "sequences": sequences, "out_THD": torch.empty_like(q), "scale": 1 / 16}
+
+
+def _trial(op: str, case: str, build: Build, *kernels: str, **other: object) -> Trial:
+    return Trial(op=op, provider="triton", case=case, arguments=build, kernels=kernels, **other)  # type: ignore[arg-type]
+
+
+_ONCE = {
+    "paged_attention_kernel:wide_stores": "a row is stored once a step, as the matrix instruction lays it out",
+}
+_PAGED, _MERGE = "paged_attention_kernel", "merge_splits_kernel"
+_SCAN, _CONV = "gated_delta_rule_kernel", "causal_conv_kernel"
+_SMALL: dict[str, Any] = {"heads": 6, "kv_heads": 2, "d": 24, "page_size": 5}
+_HEADS: dict[str, Any] = {"heads": 16, "key_heads": 2, "key": 128, "value": 128}
+
+TRIALS: tuple[Trial, ...] = (
+    _trial("kv_write", "bf16, 5 x 3 x 16", partial(_kv, rows=5, heads=3, d=16, fp8=False), "kv_write_kernel"),
+    _trial("kv_write", "fp8, 5 x 3 x 16", partial(_kv, rows=5, heads=3, d=16, fp8=True), "kv_write_kernel"),
+    _trial(
+        "kv_write",
+        "fp8, one head of 256",
+        partial(_kv, rows=2, heads=1, d=256, fp8=True),
+        "kv_write_kernel",
+        compile_only=True,
+    ),
+    _trial(
+        "qk_norm_rope",
+        "3 x 5 + 1 heads of 40",
+        partial(_turned, rows=3, heads=5, kv_heads=1, d=40, rotated=12),
+        "qk_norm_rope_kernel",
+    ),
+    _trial(
+        "qk_norm_rope",
+        "2 x 5 + 1 heads of 256",
+        partial(_turned, rows=2, heads=5, kv_heads=1, d=256, rotated=64),
+        "qk_norm_rope_kernel",
+    ),
+    _trial("causal_conv", "rows 2, 1, 18", partial(_conv, rows=(2, 1, 18), channels=48), _CONV),
+    _trial("causal_conv", "drafts on a copy", partial(_conv, rows=(2, 4), channels=144, commits=(1, 3)), _CONV),
+    _trial(
+        "causal_conv",
+        "2560 channels",
+        partial(_conv, rows=(40,), channels=2560),
+        _CONV,
+        compile_only=True,
+    ),
+    _trial("gdn_chunk", "rows 5, 9", partial(_rule, rows=(5, 9), heads=2, key_heads=1, key=20, value=37), _SCAN),
+    _trial(
+        "gdn_decode",
+        "drafts on a copy",
+        partial(_rule, rows=(1, 3), heads=2, key_heads=1, key=32, value=48, first_row=2, commits=(1, 1)),
+        _SCAN,
+    ),
+    _trial("gdn_decode", "heads of 128", partial(_rule, rows=(1,), heads=2, key_heads=1, key=128, value=128), _SCAN),
+    _trial(
+        "gdn_decode",
+        "2.4T heads at tp 8, drafts",
+        partial(_rule, rows=(7,), commits=(4,), **_HEADS),
+        _SCAN,
+        compile_only=True,
+    ),
+    _trial("gdn_chunk", "2.4T heads at tp 8", partial(_rule, rows=(3,), **_HEADS), _SCAN, compile_only=True),
+    _trial(
+        "attention_prefill",
+        "3 heads on each key, 24 wide",
+        partial(_attend, rows=(9, 25), contexts=(70, 0), first_row=3, **_SMALL),
+        _PAGED,
+        exceptions=_ONCE,
+    ),
+    _trial(
+        "attention_prefill",
+        "fp8 pages",
+        partial(_attend, rows=(20,), contexts=(11,), heads=4, kv_heads=2, d=64, k_scale=0.5, v_scale=3.0, fp8=True),
+        _PAGED,
+        exceptions=_ONCE,
+    ),
+    _trial(
+        "attention_prefill",
+        "heads of 256",
+        partial(_attend, rows=(9,), contexts=(30,), heads=8, kv_heads=1, d=256),
+        _PAGED,
+        exceptions=_ONCE,
+    ),
+    _trial(
+        "attention_decode",
+        "float32",
+        partial(_attend, rows=(1, 4), contexts=(40, 3), rows_in=torch.float32, **_SMALL),
+        _PAGED,
+        limit=2e-6,
+    ),
+    _trial(
+        "attention_decode",
+        "one and four rows",
+        partial(_attend, rows=(1, 4), contexts=(40, 3), first_row=1, **_SMALL),
+        _PAGED,
+        exceptions=_ONCE,
+    ),
+    _trial(
+        "attention_decode",
+        "contexts in splits",
+        partial(_attend, rows=(1, 1), contexts=(1050, 8), heads=2, kv_heads=1, d=32),
+        _PAGED,
+        _MERGE,
+        exceptions=_ONCE,
+    ),
+    _trial(
+        "attention_decode",
+        "2.4T heads at tp 8",
+        partial(_untouched, rows=1, context=5000, heads=8, kv_heads=1),
+        _PAGED,
+        _MERGE,
+        compile_only=True,
+        exceptions=_ONCE,
+    ),
+    _trial(
+        "attention_decode",
+        "2.4T heads at tp 8, fp8",
+        partial(_untouched, rows=1, context=5000, heads=8, kv_heads=1, fp8=True),
+        _PAGED,
+        _MERGE,
+        compile_only=True,
+        exceptions=_ONCE,
+    ),
+    _trial(
+        "attention_decode",
+        "2.4T heads at tp 4, four rows",
+        partial(_untouched, rows=4, context=500, heads=16, kv_heads=1),
+        _PAGED,
+        compile_only=True,
+        exceptions=_ONCE,
+    ),
+    _trial(
+        "attention_prefill",
+        "2.4T heads at tp 8, fp8",
+        partial(_untouched, rows=500, context=0, heads=8, kv_heads=1, fp8=True),
+        _PAGED,
+        compile_only=True,
+        exceptions=_ONCE,
+    ),
+)

@@ -1,0 +1,1 @@
+"""How often each expert is chosen, and where experts had better be."""

@@ -1,0 +1,123 @@
+"""The table of planted faults: each can be planted, and is seen and named by parity; a clean run raises no alarm."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evals.planted import detectors
+from evals.planted.__main__ import main, table
+from evals.planted.faults import FAULTS
+from rocm_serve.diagnostics.gate.reference import read_reference
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "evals" / "tiny" / "checkpoint"
+# One of loaded weights, one of code that needs two ranks: `make planted` runs them all.
+QUICK = ("top-k-not-renormalised", "qkv-contiguous")
+
+
+def test_there_are_faults_enough_and_each_says_where_it_happened() -> None:
+    assert len(FAULTS) >= 18
+    assert all(fault.words and fault.source for fault in FAULTS.values())
+    assert len({fault.words for fault in FAULTS.values()}) == len(FAULTS)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("parity", "--fault", "nonsense"), "--fault nonsense: legal: "),
+        (("parity", "--model", "nowhere"), "nowhere"),
+        (("ledger", "--clean", "-1"), "--clean -1: legal: 0 or more"),
+        (("gate",), "--reference FILE"),
+        (("gate", "--reference", "nowhere"), "--reference nowhere: No such file"),
+        (("gate", "--reference", "nowhere", "--limit", "0"), "--limit 0: legal: 1 or more"),
+        (("r7", "--out", "no/such/folder/planted.jsonl"), "there is no folder"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_no_fault_that_was_seen(
+    words: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that is not there made every detector report every fault as seen."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["planted", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and sentence in capsys.readouterr().err
+    assert not (ROOT / "planted.jsonl").exists()
+
+
+def test_every_fault_in_code_changes_the_code_it_is_about() -> None:
+    """Patching a name that nothing reads any more would plant nothing."""
+    script = "import sys; from evals.planted.faults import FAULTS; FAULTS[sys.argv[1]].before()"
+    for name in ("norm-without-one", "qkv-contiguous", "heads-modulo"):
+        ended = subprocess.run([sys.executable, "-c", script, name], cwd=ROOT, capture_output=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.missing])
+def test_the_ledger_refuses_files_that_lack_the_tensors(name: str, tmp_path: Path) -> None:
+    words = detectors.ledger(FAULTS[name], MODEL, tmp_path)
+    assert words is not None and re.search(r"lacks|no scale", words), words
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", QUICK)
+def test_parity_names_layer_and_op(name: str, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    assert not fault.layout
+    found = detectors.parity(fault, MODEL, tmp_path)
+    assert not found.agree and found.divergence is not None
+    assert detectors.named(fault, found), f"expected {fault.site}: {found.divergence.how}: {found.divergence.first}"
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+def test_parity_names_the_experts_where_ranks_work_on_rows_of_their_own(tmp_path: Path) -> None:
+    """Some have none in a step of few rows, and still say in which order sites come."""
+    fault = FAULTS["expert-map-as-mask"]
+    found = detectors.parity(fault, MODEL, tmp_path, b="tp=1,dtype=float32")
+    assert detectors.named(fault, found), f"expected {fault.site}: {found.divergence}"
+
+
+@pytest.mark.multirank
+def test_without_a_fault_parity_agrees_with_hf(tmp_path: Path) -> None:
+    found = detectors.parity(None, MODEL, tmp_path, spec="tp=2,pp=2,ep=2,expert_exchange=torch,dtype=float32,chunk=64")
+    assert found.agree, found.prompts
+
+
+def test_seeded_requests_among_others_tell_a_sampler_that_ignores_the_seed() -> None:
+    """That they tell nothing of a right server is the probes' own test, tests/e2e/test_probes.py."""
+    with detectors.served(FAULTS["seed-ignored"], MODEL, detectors.flags_of({"tp": 1})) as url:
+        assert detectors.seeded(url)
+
+
+@pytest.mark.parametrize(("lost", "outcome", "asked"), [(32, "fail", 32), (0, "pass", 200), (12, "fail", 200)])
+def test_the_gate_is_asked_in_full_unless_the_first_questions_decide(lost: int, outcome: str, asked: int) -> None:
+    """12 lost of 32 against 7 that could still be gained says nothing yet."""
+    calls = []
+
+    def judge(limit: int) -> dict[str, object]:
+        calls.append(limit)
+        failed = "fail" if lost else "pass"
+        return {"outcome": failed, "invalid": [], "paired": {"lost": [*range(lost)], "gained": [], "p": 0.5}}
+
+    reference = read_reference(ROOT / "evals/references/tiny-gsm8k-synth.jsonl")
+    found = detectors.gate(reference, 200, judge)
+    assert found[0] == outcome and calls[-1] == asked
+
+
+def test_the_table_tells_seen_from_not_seen_from_not_decided_from_not_run() -> None:
+    found = [
+        {"detector": "gate", "fault": "lm-head-tied", "seen": True, "words": "fail"},
+        {"detector": "r7", "fault": "lm-head-tied", "seen": False, "words": "identical"},
+        {"detector": "ledger", "fault": "lm-head-tied", "seen": None, "words": "3 of 32 lost"},
+        {"detector": "gate", "fault": "clean 0", "seen": True, "words": "fail"},
+    ]
+    lines = table(found).splitlines()
+    (row,) = [line for line in lines if line.startswith(f"| {FAULTS['lm-head-tied'].words} |")]
+    assert [cell.strip() for cell in row.split("|")[2:6]] == ["seen", "not run", "3 of 32 lost", "no"]
+    assert "gate: 1 alarms in 1 clean runs." in lines
