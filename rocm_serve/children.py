@@ -18,6 +18,7 @@ from rocm_serve.platform.network import socket_environment
 
 USER_ERROR: Final = 2
 PEER_LOST: Final = 3  # a rank whose peer went away
+SENT_AWAY: Final = 4  # a rank that the core told to leave, because of a failure
 SUFFERED: Final = 3  # of `Child.guilt`
 _TAIL_LINES = 12
 _STACK_S = 1.5  # whoever does not write its stack within this time is stuck in the kernel
@@ -84,6 +85,8 @@ class Child:
             return 1
         if self.rank is None:
             return SUFFERED + 1
+        if code == SENT_AWAY:
+            return SUFFERED + 2
         return SUFFERED if code == PEER_LOST else 2
 
     @property
@@ -99,23 +102,31 @@ class Child:
             return False
         return status.rpartition(")")[2].split()[0] in ("T", "t")
 
-    def ask_for_stacks(self) -> int:
+    def ask_for_stacks(self) -> int | None:
         """Have it write the stacks of its threads to its log; return where in the log they will begin.
 
+        None: it has ended, or has no handler yet and the signal would only kill it.
         A process that a signal has stopped is continued for it: it is about to be ended.
         """
-        begin = self.log.stat().st_size
-        if self.progress.beats and self.process.poll() is None:  # without its handler, the signal would only kill it
-            stopped = self.stopped
-            self.process.send_signal(STACKS_SIGNAL)
-            if stopped:
-                self.process.send_signal(signal.SIGCONT)
+        if not self.progress.beats or self.process.poll() is not None:
+            return None
+        begin, stopped = self.log.stat().st_size, self.stopped
+        self.process.send_signal(STACKS_SIGNAL)
+        if stopped:
+            self.process.send_signal(signal.SIGCONT)
         return begin
 
     def log_from(self, begin: int) -> str:
         with self.log.open("rb") as log:
             log.seek(begin)
             return log.read().decode(errors="replace")
+
+    def fate(self) -> str:
+        """Say what its supervisor finds when it ends everything."""
+        code, where = self.process.poll(), self.progress.where()
+        if code is None:
+            return f"[{self.name}] ended by its supervisor in {where}"
+        return f"[{self.name}] had ended with {_exit_words(code)} in {where}"
 
     def how_it_ended(self) -> str:
         """Say who ended, how, where it was, and the end of its log."""
@@ -125,17 +136,18 @@ class Child:
 
 def stacks_of(children: Sequence[Child]) -> dict[str, str]:
     """Ask all for their stacks at once and return them by name; "" for one that does not answer."""
-    begins = {child.name: child.ask_for_stacks() for child in children}
-    found = dict.fromkeys(begins, "")
+    asked = [(child, begin) for child in children if (begin := child.ask_for_stacks()) is not None]
+    texts = {child.name: "" for child in children}
+    found = {child.name: "" for child, _ in asked}
     since, end = time.monotonic(), time.monotonic() + _STACK_S
-    while time.monotonic() < end:
-        now = {child.name: child.log_from(begins[child.name]) for child in children}
+    while asked and time.monotonic() < end:
+        now = {child.name: child.log_from(begin) for child, begin in asked}
         if now != found:
             found, since = now, time.monotonic()
         elif all(found.values()) and time.monotonic() - since > _SETTLED_S:
             break
         time.sleep(0.02)
-    return found
+    return texts | found
 
 
 def child_environment(resolved: Resolved, env: Mapping[str, str], rank: int | None = None) -> dict[str, str]:
@@ -159,10 +171,13 @@ def describe(name: str, returncode: int, log: Path, progress: Progress | None = 
     lines = log.read_text(errors="replace").splitlines()
     if returncode == USER_ERROR and lines:
         return lines[-1].partition("error: ")[2] or lines[-1]
-    how = f"exit code {returncode}" if returncode >= 0 else f"signal {signal.Signals(-returncode).name}"
     where = f" in {progress.where()}" if progress is not None and progress.beats else ""
     tail = "".join(f"\n  {line}" for line in lines[-_TAIL_LINES:])
-    return f"{name} ended with {how}{where}; the end of {log}:{tail}"
+    return f"{name} ended with {_exit_words(returncode)}{where}; the end of {log}:{tail}"
+
+
+def _exit_words(returncode: int) -> str:
+    return f"exit code {returncode}" if returncode >= 0 else f"signal {signal.Signals(-returncode).name}"
 
 
 def end_processes(processes: list[subprocess.Popen[bytes]], grace_s: float, term_s: float = 3.0) -> None:

@@ -7,11 +7,12 @@ import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 
-from rocm_serve import cli_plan, cli_report
+from rocm_serve import cli_doctor, cli_experts, cli_gate, cli_parity, cli_plan, cli_preflight, cli_report
+from rocm_serve.cli_flags import with_flags
+from rocm_serve.cli_words import EPILOG, AnySpelling, ServeCommand, has_begun, notes_of
 from rocm_serve.config import load
 from rocm_serve.errors import UserError
 from rocm_serve.stop import end, until_told_to_stop
@@ -31,66 +32,21 @@ app = typer.Typer(
 )
 
 
-def _flag(field: str, help_text: str) -> Any:
-    """Make the option of one ServeConfig field. Its default is None, so that a flag not given can be told apart."""
-    default = load.FIELDS[field].default
-    words = load.choices(field)
-    shown = "" if default in (None, msgspec.NODEFAULT) else f" [default: {default}]"
-    metavar = "{" + ",".join(words) + "}" if words else None
-    return typer.Option(load.flag_name(field), help=help_text + shown, metavar=metavar, show_default=False)
-
-
-Text = str | None
-Number = int | None
-
-
-@app.command()
-def serve(
-    model: Annotated[Text, _flag("model", "Folder of the checkpoint.")] = None,
-    served_model_name: Annotated[Text, _flag("served_model_name", "Name in the API; else the path given.")] = None,
-    host: Annotated[Text, _flag("host", "Address to listen on.")] = None,
-    port: Annotated[Number, _flag("port", "Port to listen on; 0 takes a free one.")] = None,
-    tp: Annotated[Number, _flag("tp", "Tensor-parallel ranks of a stage.")] = None,
-    pp: Annotated[Number, _flag("pp", "Pipeline stages.")] = None,
-    ep: Annotated[Number, _flag("ep", "Expert-parallel ranks; above 1 is refused until that path lands.")] = None,
-    nnodes: Annotated[Number, _flag("nnodes", "Hosts; start the same command on each.")] = None,
-    node_rank: Annotated[Number, _flag("node_rank", "This host's place among them; 0 has the HTTP server.")] = None,
-    dist_init_addr: Annotated[Text, _flag("dist_init_addr", "HOST:PORT of node 0; PORT..PORT+3 are used.")] = None,
-    dist_timeout: Annotated[Number, _flag("dist_timeout", "Seconds that ranks wait for each other.")] = None,
-    watchdog_timeout: Annotated[
-        Number, _flag("watchdog_timeout", "Seconds without progress; then a rank is dead.")
-    ] = None,
-    device: Annotated[Text, _flag("device", "Where the model runs.")] = None,
-    dtype: Annotated[Text, _flag("dtype", "Of activations and of weights that are not FP8.")] = None,
-    kv_cache_dtype: Annotated[Text, _flag("kv_cache_dtype", "Of cached keys and values.")] = None,
-    page_size: Annotated[Number, _flag("page_size", "Tokens of a KV page.")] = None,
-    chunked_prefill_size: Annotated[Number, _flag("chunked_prefill_size", "Prompt rows of a step.")] = None,
-    max_running_requests: Annotated[Number, _flag("max_running_requests", "Requests computed at a time.")] = None,
-    max_queued_requests: Annotated[Number, _flag("max_queued_requests", "Requests that may wait; then 429.")] = None,
-    max_model_len: Annotated[Number, _flag("max_model_len", "Longest sequence; else what the model allows.")] = None,
-    max_total_tokens: Annotated[Number, _flag("max_total_tokens", "Cap on cached tokens of all requests.")] = None,
-    mem_fraction: Annotated[
-        float | None,
-        _flag("mem_fraction", "Share of GPU memory (else 0.9; CPU: of free RAM over all workers, else 0.5)."),
-    ] = None,
-    load_format: Annotated[Text, _flag("load_format", "dummy: random weights, nothing is read.")] = None,
-    enforce_eager: Annotated[bool | None, typer.Option("--enforce-eager", help="No device graphs.")] = None,
-    op: Annotated[list[str] | None, typer.Option("--op", metavar="OP=PROVIDER", help="Provider of an op.")] = None,
-    seed: Annotated[Number, _flag("seed", "Of requests that give none, and of dummy weights.")] = None,
-    log_level: Annotated[Text, _flag("log_level", "How much is logged.")] = None,
-    trace: Annotated[Text, _flag("trace", "Folder for a line per step of the engine core and of each rank.")] = None,
-    config: Annotated[Path | None, typer.Option("--config", metavar="FILE.toml", help="Flags as TOML keys.")] = None,
-) -> None:
+@app.command(cls=ServeCommand, epilog=EPILOG)
+@with_flags
+def serve(ctx: typer.Context, config: Path | None, **flags: Any) -> None:
     """Serve a checkpoint over HTTP until SIGTERM or Ctrl-C."""
-    given = {name: value for name, value in locals().items() if name in load.FIELDS and value is not None}
+    given = {name: value for name, value in flags.items() if value is not None}
     if "op" in given:
-        given["op"] = load.parse_ops(op or [])
+        given["op"] = load.parse_ops(given["op"])
     code = 0
     with until_told_to_stop():
         wishes = load.load(given, config, load.environment())
-        from rocm_serve.compose import serve as run_server
+        from rocm_serve import compose
 
-        code = run_server(wishes)
+        place = compose.place_of(wishes)
+        has_begun(ctx)
+        code = compose.serve(wishes, place, notes_of(ctx))
     raise typer.Exit(code)
 
 
@@ -101,8 +57,13 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
-app.command()(cli_plan.plan)
+app.command(cls=AnySpelling, epilog=EPILOG)(cli_plan.plan)
 app.command()(cli_report.report)
+app.command()(cli_preflight.preflight)
+app.command()(cli_doctor.doctor)
+app.command()(cli_experts.experts)
+app.command()(cli_parity.parity)
+app.add_typer(cli_gate.app)
 
 
 @app.command()

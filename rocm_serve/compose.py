@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -20,16 +18,18 @@ from rich.console import Console
 from rocm_serve.checkpoint.ledger import validate
 from rocm_serve.checkpoint.reader import CheckpointReader, read_config
 from rocm_serve.config import load
-from rocm_serve.config.launcher import membership
+from rocm_serve.config.experts import expert_plan
+from rocm_serve.config.launcher import Membership, membership, split_address
 from rocm_serve.config.resolve import check_wishes, resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
-from rocm_serve.diagnostics.collect import RUN_DIR_PREFIX
+from rocm_serve.diagnostics.experts.counts import check_free
 from rocm_serve.diagnostics.record import record_start
+from rocm_serve.doors import TELL_S, busy_port, tell
 from rocm_serve.engine.client import EngineClient
-from rocm_serve.engine.link import LONGEST_NAME, endpoint
 from rocm_serve.engine.thread import CoreThread, run_core_in_thread
 from rocm_serve.errors import UserError
 from rocm_serve.executor.api import Executor
+from rocm_serve.executor.experts_memory import check_mori
 from rocm_serve.executor.heartbeat import Heartbeat
 from rocm_serve.lifeline import show_stacks_now, show_stacks_on_signal
 from rocm_serve.messages import EffectiveLimits
@@ -37,10 +37,12 @@ from rocm_serve.models.qwen3_5.spec import parse_config
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform import probe
 from rocm_serve.report import curl_line, limit_lines, ready_line, start_up_lines
+from rocm_serve.run_directory import run_directory
 from rocm_serve.server.info import ServerInfo
+from rocm_serve.server.parsers import check_tags_are_seen
 from rocm_serve.server.run import bind, run
 from rocm_serve.stop import ToldToStop
-from rocm_serve.supervisor import Supervisor
+from rocm_serve.supervisor import WORKER, Supervisor
 from rocm_serve.tokens.template import ChatTemplate
 from rocm_serve.tokens.tokenizer import Tokenizer
 from rocm_serve.trace import check_folder, tracing
@@ -54,30 +56,43 @@ EXIT_USER_ERROR = 2
 _LEAVE_S = 10.0
 
 
-def serve(config: ServeConfig) -> int:
-    """Serve until told to stop; return the exit code.
+def place_of(config: ServeConfig) -> Membership:
+    """Say where this process stands, once nothing in `config` is illegal. Errors: UserError."""
+    check_wishes(config)
+    return membership(config, load.environment())
+
+
+def serve(config: ServeConfig, place: Membership, notes: tuple[str, ...] = ()) -> int:
+    """Serve until told to stop; return the exit code. `notes`: what the command line has to say in the report.
 
     Errors: UserError, one line, before any big read wherever headers and configuration can tell.
     """
-    check_wishes(config)
-    place = membership(config, load.environment())
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     show_stacks_on_signal()
     if place.member > 0:
-        return follow(config)
-    with run_directory() as keep, contextlib.closing(bind(config.host, config.port)) as sock:
-        resolved, tokenizer = prepare(config, keep.path)
+        return follow(config, place, notes)
+    with run_directory() as keep, contextlib.ExitStack() as held:
+        with telling_the_others(place, config.dist_timeout):
+            sock = held.enter_context(contextlib.closing(bind(config.host, config.port)))
+            resolved, tokenizer = prepare(config, keep.path, notes)
+            check_ports(resolved)
         serve_world = serve_in_one_process if resolved.tp * resolved.pp == 1 else serve_with_workers
         code = serve_world(resolved, tokenizer, sock)
         keep.keep = code == EXIT_FAILED
         return code
 
 
-def follow(config: ServeConfig) -> int:
+def follow(config: ServeConfig, place: Membership, notes: tuple[str, ...] = ()) -> int:
     """Run this member's ranks for the server of member 0 until that ends, or anything fails."""
     with run_directory() as keep:
-        resolved, _ = prepare(config, keep.path)
-        supervisor = Supervisor(resolved, load.environment(), on_failure=log.error, echo=_echo)
+        with telling_the_others(place, config.dist_timeout):
+            resolved, _ = prepare(config, keep.path, notes)
+
+        def on_failure(sentence: str) -> None:
+            if supervisor.exit_code != EXIT_USER_ERROR:  # which the last line of all tells
+                log.error("%s", sentence)
+
+        supervisor = Supervisor(resolved, load.environment(), on_failure=on_failure, echo=_echo)
         asked = 0
 
         def on_signal(number: int, frame: FrameType | None) -> None:
@@ -101,14 +116,41 @@ def follow(config: ServeConfig) -> int:
         return EXIT_FAILED if keep.keep else EXIT_OK
 
 
-def prepare(config: ServeConfig, run_dir: Path) -> tuple[Resolved, Tokenizer]:
+@contextlib.contextmanager
+def telling_the_others(place: Membership, dist_timeout: int) -> Iterator[None]:
+    """Have the other members know why this one does not start, if it does not: they would wait for it for an hour."""
+    try:
+        yield
+    except UserError as error:
+        if place.members == 1 or place.init_addr is None:
+            raise
+        _echo(f"rocm-serve: {error}")
+        kind = "node" if place.members == place.nnodes else "rank"
+        within_s = min(TELL_S, float(dist_timeout))
+        tell(kind, place.member, place.members, place.init_addr, str(error), _echo, within_s)
+        raise SystemExit(EXIT_USER_ERROR) from None
+
+
+def check_ports(resolved: Resolved) -> None:
+    """Refuse before the others come, when member 0 has not all the ports that it needs. Errors: UserError."""
+    if resolved.members > 1:
+        host, port = split_address(resolved.dist_init_addr)
+        taken = busy_port(host, port)
+        if taken is not None:
+            raise UserError(taken)
+
+
+def prepare(config: ServeConfig, run_dir: Path, notes: tuple[str, ...] = ()) -> tuple[Resolved, Tokenizer]:
     """Read configuration, tokenizer and headers, ask the machine, decide everything, say it."""
     facts = parse_config(*read_config(config.model))
     tokenizer = Tokenizer.from_dir(config.model)
     if tokenizer.chat_template is not None:
         ChatTemplate(tokenizer.chat_template, {})  # the server compiles it again, when all of this has started
+    check_tags_are_seen(tokenizer, config.reasoning_parser, config.tool_call_parser)
     if config.trace is not None:
         check_folder(config.trace)
+    if config.expert_counts is not None:
+        check_free(config.expert_counts)
     platform = probe.probe(config.device)
     resolved = resolve(
         config,
@@ -119,14 +161,20 @@ def prepare(config: ServeConfig, run_dir: Path) -> tuple[Resolved, Tokenizer]:
         free_port=probe.free_port,
         environ=load.environment(),
         find_network=probe.find_network,
+        notes=notes,
     )
+    placed = expert_plan(resolved, facts)
+    check_mori(facts, placed, resolved, compute_units=platform.compute_units, environ=load.environment())
     record_start(resolved, platform, load.environment(), sys.argv, run_dir)
     if resolved.load_format == "auto":
         with CheckpointReader(resolved.model) as reader:
-            mesh = Mesh(resolved.tp, resolved.pp)
-            validate(reader, facts, mesh, mtp=False, stages=mesh.stages_of(resolved.node_rank, resolved.nnodes))
+            mesh = Mesh(resolved.tp, resolved.pp, resolved.ep)
+            stages = mesh.stages_of(resolved.node_rank, resolved.nnodes)
+            validate(reader, facts, mesh, mtp=resolved.draft_tokens > 0, stages=stages, experts=placed)
     for line in start_up_lines(resolved, platform, everything=config.log_level == "debug"):
         log.info("%s", line)
+    for note in resolved.notes:
+        log.warning("%s", note)
     return resolved, tokenizer
 
 
@@ -153,7 +201,9 @@ def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.
         nonlocal leave_s
         leave_s = 0.0  # the thread will not come back
         show_stacks_now()
-        failures.report(f"{sentence} (--watchdog-timeout {resolved.watchdog_timeout})")
+        sentence += f" (--watchdog-timeout {resolved.watchdog_timeout})"
+        log.error("%s", sentence)
+        failures.report(sentence)
 
     def on_ready(url: str, limits: EffectiveLimits) -> None:
         nonlocal leave_s
@@ -174,15 +224,22 @@ def serve_in_one_process(resolved: Resolved, tokenizer: Tokenizer, sock: socket.
     return code
 
 
-def serve_with_workers(resolved: Resolved, tokenizer: Tokenizer, sock: socket.socket) -> int:
-    """Run the engine and each rank as processes of their own, and watch them."""
+def serve_with_workers(resolved: Resolved, tokenizer: Tokenizer, sock: socket.socket, *, worker: str = WORKER) -> int:
+    """Run the engine and each rank as processes of their own, and watch them. `worker`: the module of a rank."""
     failures = _FailureLine()
+
+    def on_failure(sentence: str) -> None:
+        if supervisor.exit_code != EXIT_USER_ERROR:  # which the last line of all tells
+            log.error("%s", sentence)
+        failures.report(sentence)
+
     supervisor = Supervisor(
         resolved,
         load.environment(),
-        on_failure=failures.report,
+        on_failure=on_failure,
         echo=_echo,
         on_stop_wish=lambda: os.kill(os.getpid(), signal.SIGTERM),  # as if this node had been asked
+        worker=worker,
     )
 
     def make_client() -> EngineClient:
@@ -210,6 +267,8 @@ def serve_with_workers(resolved: Resolved, tokenizer: Tokenizer, sock: socket.so
     supervisor.stop(leave_s)
     if supervisor.failure is not None and supervisor.exit_code == EXIT_USER_ERROR:
         raise UserError(supervisor.failure)
+    if code == EXIT_FAILED and supervisor.failure is None and leave_s == 0.0:
+        log.error("the engine has failed: %s", failures.error)
     return code if supervisor.failure is None else EXIT_FAILED
 
 
@@ -237,46 +296,16 @@ class _FailureLine:
         if self._reason is not None:
             client.fail(self._reason)
 
+    @property
+    def error(self) -> str | None:
+        return self._reason if self._client is None else self._client.error
+
     def report(self, reason: str) -> None:
-        """Log all of it; clients of the API get the sentence without the end of a log."""
-        log.error("%s", reason)
+        """Tell the clients of the API the sentence, without the end of a log."""
         self._reason = reason.partition("; the end of ")[0]
         if self._loop is not None and self._client is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to be told
                 self._loop.call_soon_threadsafe(self._client.fail, self._reason)
-
-
-class RunDirectory:
-    """A folder for sockets and logs; removed at the end unless `keep` is set."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.keep = False
-
-
-@contextlib.contextmanager
-def run_directory() -> Iterator[RunDirectory]:
-    """Make this run's folder, and remove it unless somebody has to read its logs."""
-    try:
-        directory = RunDirectory(Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX)))
-    except OSError as error:
-        raise UserError(f"no folder for sockets and logs: {error.strerror}; TMPDIR may name one") from None
-    node_log = None
-    try:
-        endpoint(str(directory.path), LONGEST_NAME)
-        (directory.path / "logs").mkdir()
-        node_log = logging.FileHandler(directory.path / "logs" / "node.log")
-        node_log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        logging.getLogger().addHandler(node_log)
-        yield directory
-    finally:
-        if node_log is not None:
-            logging.getLogger().removeHandler(node_log)
-            node_log.close()
-        if directory.keep:
-            _echo(f"logs are kept in {directory.path}; rocm-serve report --run-dir {directory.path} packs them")
-        else:
-            shutil.rmtree(directory.path, ignore_errors=True)
 
 
 def _echo(line: str) -> None:

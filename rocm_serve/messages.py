@@ -9,7 +9,7 @@ import msgspec
 
 from rocm_serve.types import FinishReason, SamplingParams, TokenLogprob
 
-WIRE_VERSION = 4  # raised with every change of a struct below; both ends compare it before anything else
+WIRE_VERSION = 6  # raised with every change of a struct below; both ends compare it before anything else
 
 
 # --- server -> core -------------------------------------------------------------------------------------------------
@@ -55,8 +55,29 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
 
 
+class DraftSpeed(msgspec.Struct, frozen=True, array_like=True):
+    """What drafting gains with about `requests` running: more than half as many, and not more, a power of two.
+
+    Times are seconds per token that came out, of all requests together; 0: not measured yet.
+    """
+
+    requests: int
+    drafting: bool  # plans draft at this size, but for the few that measure the other way
+    on_s: float
+    off_s: float
+
+    @property
+    def net(self) -> float:
+        """Speed with drafts as a multiple of that without; 0: not known yet."""
+        return self.off_s / self.on_s if self.on_s else 0.0
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot for /metrics. Counters only grow; gauges are of this moment."""
+    """A snapshot for /metrics. Counters only grow; gauges are of this moment.
+
+    Drafts count when the result that judged them is back and their request lives; also those behind an end that was
+    only seen then. `by_position`: entry i counts the i-th draft of a verification; empty where nothing drafts.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -74,6 +95,13 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     aborted: int = 0
     finished: int = 0
+    decode_forwards: int = 0  # times one request went through the model with output rows, and tokens came out
+    decode_tokens: int = 0  # tokens that came out of these, and not behind an end
+    draft_tokens: int = 0  # drafts verified
+    accepted_draft_tokens: int = 0
+    draft_tokens_by_position: tuple[int, ...] = ()
+    accepted_draft_tokens_by_position: tuple[int, ...] = ()
+    draft_speeds: tuple[DraftSpeed, ...] = ()  # by size
 
 
 class EffectiveLimits(msgspec.Struct, frozen=True, array_like=True):
@@ -85,6 +113,7 @@ class EffectiveLimits(msgspec.Struct, frozen=True, array_like=True):
     page_size: int
     num_pages: int
     num_slots: int
+    draft_tokens: int = 0  # most drafts of one request in one step; 0: no drafting
     reasons: dict[str, str] = {}
 
 
@@ -123,7 +152,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
-    """Rows [start, start + num_rows) of one request.
+    """Rows [start, start + num_rows) of one request: known tokens, then `drafts`.
 
     Rows of the prompt and rows past it are never in one Work: `recurrent` says which. Prompt rows take the chunked
     GDN form, rows past the prompt the step-by-step form, also when a preempted request is computed again, so a
@@ -131,16 +160,25 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     `tokens`: the tokens sampled by this request's last step (its outcome was not known to the workers before);
     appended to the request before the rows are read. `new_pages` are appended to its page table; with start == 0 the
     table is dropped first, and slot `slot` is cleared.
+
+    A slot's state is that after row start - 1 - `accepted`: first it takes in the rows of the `accepted` first drafts
+    of this request's last Work, whose KV is in place (they are the first of `tokens`); then the known rows, and there
+    it stays; the rows of `drafts` run from it and leave no trace. With start == 0 nothing is accepted: all is computed
+    again. `drafts` are in a Work that samples and is recurrent, and are a beginning of what the last result proposed.
+    Pages reach `proposals` rows past the last one.
     """
 
     rid: int
     start: int
     num_rows: int
     recurrent: bool
-    samples: bool  # the last row is the last known token: a new one comes out of it
+    samples: bool  # the last known token is among the rows: a new one comes out of it, and of each draft
     slot: int
     new_pages: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
+    accepted: int = 0  # drafts of its last Work that the state has yet to take in
+    drafts: tuple[int, ...] = ()  # to verify: the last len(drafts) rows
+    proposals: int = 0  # most drafts that the result may propose for the next step; 0: the draft head need not
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -160,7 +198,7 @@ class AllocateCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
+    failed: bool = False  # something has: who is told leaves with an exit code that says so
 
 
 ToWorker = Plan | AllocateCache | Shutdown
@@ -192,16 +230,19 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """Outcome of one Work. `accepted` is len(tokens) today; drafting will make the two differ.
+    """Outcome of one Work. One that samples has accepted + 1 tokens: the accepted drafts, and the token drawn after.
 
+    A draft is accepted when all before it are and it is the token that was drawn one row before, as it would have been
+    drawn without drafts. Accepted ones count to the end of that run, also past a token that ends the request.
     `prompt_logprobs` holds each prompt position once: rows that a preempted request computes again are not reported.
     """
 
     rid: int
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # parallel to tokens, or empty
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    accepted: int = 0
+    accepted: int = 0  # of the Work's drafts
+    drafts: tuple[int, ...] = ()  # for the rows after the last of `tokens`; at most the Work's `proposals`
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -221,13 +262,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """First word of member `member` to member 0, and member 0's answer once all are there: start your ranks.
 
     `checks` holds what must be equal on all members, by name. `address` and `port`: a listening socket of the
-    sender's, for member 0 to see that it can be reached.
+    sender's, for member 0 to see that it can be reached. `padding`: so much that large packets have to pass.
     """
 
     member: int
     checks: dict[str, str]
     address: str = ""
     port: int = 0
+    padding: bytes = b""
 
 
 class RankBeat(msgspec.Struct, frozen=True, array_like=True):

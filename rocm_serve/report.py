@@ -11,10 +11,10 @@ from rocm_serve.config.schema import Resolved, ServeConfig
 from rocm_serve.messages import EffectiveLimits
 from rocm_serve.platform.facts import Platform
 
-_NOT_SHOWN = {"reasons", "run_dir", "op"}
+_NOT_SHOWN = {"reasons", "notes", "run_dir", "op", "preferred"}
 _DEFAULTS: dict[str, object] = {
     field.name: field.default
-    for kind in (Resolved, ServeConfig)
+    for kind in (ServeConfig, Resolved)
     for field in msgspec.structs.fields(kind)
     if field.default is not msgspec.NODEFAULT
 } | {"node_rank": 0}
@@ -37,6 +37,8 @@ def start_up_lines(resolved: Resolved, platform: Platform, *, everything: bool =
             yield f"{field} = {_shown(value)}" + (f"  ({reason})" if reason else "")
     for op, provider in resolved.op.items():
         yield f"op {op} = {provider}  (--op)"
+    for op, provider in resolved.preferred.items():
+        yield f"op {op} = {provider}, if it can  ({resolved.reasons[f'op {op}']})"
     if everything or resolved.tp * resolved.pp > 1:
         yield f"logs of workers and core: {resolved.run_dir}"
 
@@ -54,10 +56,20 @@ def ready_line(resolved: Resolved, limits: EffectiveLimits, url: str) -> str:
     """Say in one line where it listens, what it serves, on what, and how much of it."""
     return (
         f"ready: {url} serves {resolved.served_model_name}"
-        f" on {resolved.device} tp {resolved.tp} x pp {resolved.pp}, {resolved.dtype} (kv {resolved.kv_cache_dtype});"
+        f" on {resolved.device} tp {resolved.tp} x pp {resolved.pp}{_experts(resolved)}{_drafts(limits)},"
+        f" {resolved.dtype} (kv {resolved.kv_cache_dtype});"
         f" limits: {limits.max_model_len} tokens a request, {limits.max_running_requests} running,"
         f" {limits.num_pages * limits.page_size} tokens cached, {resolved.max_queued_requests} queued"
     )
+
+
+def _experts(resolved: Resolved) -> str:
+    plain = resolved.ep == 1 and resolved.expert_exchange == "local"
+    return "" if plain else f", ep {resolved.ep} by {resolved.expert_exchange}"
+
+
+def _drafts(limits: EffectiveLimits) -> str:
+    return f", up to {limits.draft_tokens} drafts a step" if limits.draft_tokens else ""
 
 
 def curl_line(resolved: Resolved, url: str) -> str:

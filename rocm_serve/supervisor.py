@@ -14,12 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from rocm_serve.agreement import agreement
+from rocm_serve.agreement import agreement, identity
 from rocm_serve.children import SUFFERED, USER_ERROR, Child, child_environment, end_processes, stacks_of, wait_for
 from rocm_serve.config.launcher import split_address
 from rocm_serve.config.schema import Resolved
-from rocm_serve.control import CONTROL_PORT, FollowerLink, GroupLost, LeaderLink, Link
+from rocm_serve.control import FollowerLink, LeaderLink, Link
+from rocm_serve.doors import CONTROL_PORT
 from rocm_serve.executor.heartbeat import Phase
+from rocm_serve.frames import GroupLost
 from rocm_serve.messages import AskToStop, Beat, ControlMessage, DumpStacks, GroupDown, Leave, RankBeat, Stacks
 from rocm_serve.watchdog import BEAT_S, Stuck, Watch, rank_beat
 
@@ -27,9 +29,11 @@ _TICK_S = 0.1
 _SIBLINGS_S = 1.0  # where processes have only suffered, the cause is seen within this time
 _PROGRESS_S = 5.0  # between lines that say what the start waits for
 _STACKS_S = 2.5  # for other members to send theirs
+_STALE_S = 3 * BEAT_S  # a member's beats that are older say nothing about its ranks
 _TERM_S = 1.0
 _LAST_WORDS_S = 2.0  # for other members to close, once it is over
 _START_LINES_S = 10.0
+WORKER = "rocm_serve.executor.worker"
 _CORE = -1  # among ranks
 _NOT_THERE_YET = (Phase.STARTING.words, Phase.JOINING.words)
 
@@ -57,7 +61,7 @@ class Supervisor:
 
     `env` is the environment that children start from. `on_failure` is called once, from the watching thread, with
     the sentence that says who ended and why; by then the other children are being ended. `echo` gets start-up lines.
-    `on_stop_wish` is called when another member was asked to stop.
+    `on_stop_wish` is called when another member was asked to stop. `worker` is the module that a rank runs.
     """
 
     def __init__(
@@ -68,15 +72,20 @@ class Supervisor:
         on_failure: Callable[[str], None],
         echo: Callable[[str], None],
         on_stop_wish: Callable[[], None] = lambda: None,
+        worker: str = WORKER,
     ) -> None:
         self._resolved = resolved
+        self._worker = worker
         self._run_dir = Path(resolved.run_dir)
         self._env = env
         self._tell = Callbacks(on_failure, echo, on_stop_wish)
         self._children: list[Child] = []
         self._link: Link | None = None
         self._watch = Watch(resolved.watchdog_timeout)
+        self._core_watch = Watch(resolved.watchdog_timeout)
+        self._shown: set[str] = set()  # children whose stacks are in their logs already
         self._remote: dict[int, tuple[RankBeat, ...]] = {}
+        self._heard: dict[int, float] = {}  # when they came
         self._last_beat = 0.0
         self._last_start_line = time.monotonic()
         self._stopping = threading.Event()
@@ -166,9 +175,11 @@ class Supervisor:
         kind = "node" if resolved.members == resolved.nnodes else "rank"
         host, port = split_address(resolved.dist_init_addr)
         port += CONTROL_PORT
+        checks = agreement(resolved, self._env)
+        self._tell.echo(f"{self._name()} at {resolved.address} on {resolved.interface}: {identity(checks)}")
         if resolved.member == 0:
-            return LeaderLink(kind, resolved.members, host, port, agreement(resolved))
-        return FollowerLink(kind, resolved.member, resolved.members, host, port, resolved.address, agreement(resolved))
+            return LeaderLink(kind, resolved.members, host, port, checks)
+        return FollowerLink(kind, resolved.member, resolved.members, host, port, resolved.address, checks)
 
     def _meet(self, link: Link) -> bool:
         """Wait until everybody is there; False if told to leave before that."""
@@ -204,7 +215,7 @@ class Supervisor:
             self._children.append(Child.spawn("core", None, ("rocm_serve.engine.main", *common), run_dir, env))
         for rank in resolved.local_ranks:
             env = child_environment(resolved, self._env, rank)
-            command = ("rocm_serve.executor.worker", *common, "--rank", str(rank))
+            command = (self._worker, *common, "--rank", str(rank))
             self._children.append(Child.spawn(f"rank-{rank}", rank, command, run_dir, env))
 
     def _look(self) -> bool:
@@ -216,6 +227,7 @@ class Supervisor:
             for member, message in self._link.poll(0):
                 if isinstance(message, Beat):
                     self._remote[member] = message.ranks
+                    self._heard[member] = time.monotonic()
                 elif self._take(message):
                     return True
             if self._stop_wish.is_set():
@@ -236,8 +248,10 @@ class Supervisor:
         if isinstance(message, DumpStacks):
             self._dump(message.ranks)
         if isinstance(message, AskToStop):
+            self._tell.echo("another node was told to stop, so this one stops too")
             self._tell.on_stop_wish()
         if isinstance(message, Leave):
+            self._tell.echo("node 0 stops, so this one ends")
             self.leave_grace_s = message.grace_s
             return True
         return False
@@ -264,8 +278,9 @@ class Supervisor:
         submitted = max((beat.step for beat in mine if beat.rank == _CORE), default=-1)
         ranks = [beat for beats in (mine, *self._remote.values()) for beat in beats if beat.rank != _CORE]
         stuck = self._watch.look(ranks, submitted, now)
-        stuck += self._watch.look([beat for beat in mine if beat.rank == _CORE], -1, now)
-        if stuck:
+        stuck += self._core_watch.look([beat for beat in mine if beat.rank == _CORE], -1, now)
+        silent = any(now - heard > _STALE_S for heard in self._heard.values())
+        if stuck and not silent:  # of who is silent nothing is known: the link finds that, within SILENCE_S
             self._give_up(stuck)
 
     def _give_up(self, stuck: list[Stuck]) -> None:
@@ -292,6 +307,7 @@ class Supervisor:
         asked = {_CORE if child.rank is None else child.rank: child for child in self._children}
         asked = {rank: child for rank, child in asked.items() if rank in ranks}
         texts = stacks_of(list(asked.values()))
+        self._shown |= texts.keys()
         for rank, child in asked.items():
             text = texts[child.name] or "it did not answer"
             child.new_lines()
@@ -322,9 +338,11 @@ class Supervisor:
             named = elsewhere or exit_code == USER_ERROR
             self._link.send(GroupDown(sentence if named else f"{self._name()}: {sentence}", exit_code))
         self._tell.on_failure(sentence)
+        if exit_code != USER_ERROR:  # into their logs
+            stacks_of([child for child in self._children if child.name not in self._shown])
         for child in self._children:
-            if child.process.poll() is None:
-                self._tell.echo(f"[{child.name}] ended by its supervisor in {child.progress.where()}")
+            if child.process.poll() != 0:
+                self._tell.echo(child.fate())
         end_processes([child.process for child in self._children], grace_s=0.0, term_s=_TERM_S)
         self._remove_files()
 

@@ -44,6 +44,7 @@ class Watch:
         self._timeout_s = timeout_s
         self._count: dict[int, int] = {}
         self._since: dict[int, float] = {}
+        self._moved = 0.0  # when anybody last did
 
     def look(self, beats: Iterable[RankBeat], submitted: int, now: float) -> list[Stuck]:
         """Take a look at everybody; return who is stuck, the likeliest culprit first, or nobody.
@@ -53,13 +54,24 @@ class Watch:
         owing = []
         for beat in beats:
             owes = beat.owes or beat.step < submitted
-            if not owes or beat.count != self._count.get(beat.rank):
+            moved = beat.count != self._count.get(beat.rank)
+            if moved:
+                self._moved = now
+            if moved or not owes:
                 self._since[beat.rank] = now
             self._count[beat.rank] = beat.count
             if owes:
-                owing.append(Stuck(beat, now - self._since[beat.rank]))
+                owing.append(beat)
+        return self._stuck([Stuck(beat, now - self._stands_since(beat)) for beat in owing])
+
+    def _stands_since(self, beat: RankBeat) -> float:
+        """Whoever waits stands still only as long as nobody moves: what it waited for may be on its way to it."""
+        since = self._since[beat.rank]
+        return max(since, self._moved) if _merely_waits(beat) else since
+
+    def _stuck(self, owing: list[Stuck]) -> list[Stuck]:
         late = [one for one in owing if one.seconds >= self._timeout_s]
-        if not any(not one.beat.waiting for one in late) and len(late) < len(owing):
+        if all(_merely_waits(one.beat) for one in late) and len(late) < len(owing):
             return []  # those that wait, wait for somebody who moves
         if not late:
             return []
@@ -67,12 +79,16 @@ class Watch:
         return sorted(together, key=lambda one: (not one.beat.stopped, one.beat.waiting, -one.seconds))
 
 
+def _merely_waits(beat: RankBeat) -> bool:
+    return beat.waiting and not beat.stopped
+
+
 def rank_beat(rank: int, seen: Progress, *, stopped: bool = False) -> RankBeat:
     """Put one look at a rank into words for its supervisor and others."""
     return RankBeat(
         rank=rank,
         count=seen.beats,
-        phase=seen.phase.words,
+        phase=seen.words,
         step=seen.step,
         layer=seen.layer,
         owes=seen.phase not in _OWE_NOTHING,

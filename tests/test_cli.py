@@ -16,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from rocm_serve import cli_words, compose
 from rocm_serve.checkpoint.synthetic import make_checkpoint
 from rocm_serve.cli import main
+from rocm_serve.config.schema import ServeConfig
+from rocm_serve.parallel.expert_map import ExpertPlan
 from rocm_serve.version import VERSION
 
 ROOT = Path(__file__).parents[1]
@@ -84,10 +87,45 @@ def test_every_command_has_help(here: Callable[..., Run], command: str) -> None:
         (["--model", "x", "--op", "nothing=reference"], ["--op nothing", "no such op", "moe_experts"]),
         (["--model", "x", "--op", "layers.0.linear=magic"], ["linear=magic", "linear has reference"]),
         (["--model", "x", "--config", "absent.toml"], ["absent.toml", "No such file"]),
+        (["--model-path", "x", "--ep-size", "8"], ["--ep 8", "legal: 1", "--ep is your --ep-size"]),
+        (["--model-path", "x", "--tp-size", "2", "--tp", "4"], ["--tp-size 2 and --tp 4 are one setting"]),
+        (["--model-path", "x", "--tp-size", "two"], ["--tp-size 'two'", "a whole number"]),
+        (["--model-path", "x", "--chat-template", "y"], ["--chat-template is refused", "folder of --model"]),
+        (["--model-path", "x", "--attention-backend", "fa3"], ["--attention-backend 'fa3'", "auto, aiter, triton"]),
+        (["--model-path", "x", "--reasoning-parser", "kimi"], ["--reasoning-parser 'kimi'", "legal: qwen3"]),
+        (["--model-path", "x", "--tool-call-parser", "glm"], ["--tool-call-parser 'glm'", "legal: qwen3_coder"]),
     ],
 )
 def test_a_bad_flag_is_one_line_and_exit_code_2(here: Callable[..., Run], flags: list[str], words: list[str]) -> None:
     assert_refused(here("serve", *flags), *words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--page-size", "3"], "--page-size 3"),
+        (["--dist-timeout", "1h"], "--dist-timeout"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--enable-prefix-caching"], "--enable-prefix-caching is refused"),
+        (["--config", "absent.toml"], "absent.toml"),
+        (["--mem-fraction-static", "7"], "--mem-fraction is your --mem-fraction-static"),
+        (["--tp", "2", "--tp-size", "4"], "--tp 2 and --tp-size 4"),
+        (["--pp", "3"], "--nnodes 2: 3 ranks"),
+    ],
+)
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_bad_flag_on_one_node_is_told_to_the_other(
+    here: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, flags: list[str], word: str, node: int
+) -> None:
+    told: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cli_words, "tell", lambda *args: told.append(args[:-1]))
+    where = ["--nnodes", "2", "--node-rank", str(node), "--dist-init-addr", "10.0.0.1:29500"]
+    run = here("serve", "--model", "x", *where, *flags)
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert run.stderr.count(word) == 1, run.stderr
+    [(kind, member, members, address, why)] = told
+    assert (kind, member, members, address) == ("node", node, 2, "10.0.0.1:29500")
+    assert word in str(why)
 
 
 def test_a_word_where_a_number_belongs_is_refused_by_flag(here: Callable[..., Run]) -> None:
@@ -118,13 +156,17 @@ def test_a_wish_that_this_model_cannot_meet_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--mem-fraction", "0.000001"], ["does not fit", "--mem-fraction"]),
         (["--mem-fraction", "0.000001", "--tp", "2"], ["does not fit", "--mem-fraction"]),
     ],
 )
-def test_a_wish_that_only_the_engine_can_refuse_ends_the_same_way(
+def test_a_wish_that_only_the_engine_can_refuse_ends_the_same_way_and_is_told_once(
     text_fp8: Path, flags: list[str], words: list[str]
 ) -> None:
-    assert_refused(in_a_process("serve", "--model", text_fp8, "--port", "0", "--device", "cpu", *flags), *words)
+    run = in_a_process("serve", "--model", text_fp8, "--port", "0", "--device", "cpu", *flags)
+    assert_refused(run, *words)
+    of_the_server = [line for line in run.stderr.splitlines() if words[0] in line and not line.startswith("[rank-")]
+    assert len(of_the_server) == 1, of_the_server
 
 
 def test_a_port_in_use_is_refused_before_anything_is_read(here: Callable[..., Run], text_fp8: Path) -> None:
@@ -160,6 +202,21 @@ def test_a_broken_neighbour_of_the_tokenizer_is_refused_before_anything_starts(
     (tmp_path / name).unlink()
     (tmp_path / name).write_bytes(content)
     assert_refused(here("serve", "--model", tmp_path, "--port", "0", "--device", "cpu"), *words)
+
+
+def test_a_tokenizer_that_hides_what_a_parser_reads_is_refused_before_anything_starts(
+    here: Callable[..., Run], text_fp8: Path, tmp_path: Path
+) -> None:
+    for file in text_fp8.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    tokenizer = json.loads((text_fp8 / "tokenizer.json").read_text(encoding="utf-8"))
+    for token in tokenizer["added_tokens"]:
+        token["special"] = True
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    serve = ("serve", "--model", tmp_path, "--port", "0", "--device", "cpu")
+    assert_refused(here(*serve, "--reasoning-parser", "qwen3"), "--reasoning-parser qwen3", "<think>")
+    assert_refused(here(*serve, "--tool-call-parser", "qwen3_coder"), "--tool-call-parser qwen3_coder", "<tool_call>")
 
 
 def test_places_that_cannot_be_written_to_are_refused_by_name(
@@ -224,6 +281,21 @@ def test_a_damaged_checkpoint_is_refused_from_its_headers(
     assert_refused(here("serve", "--model", damaged, "--port", "0", "--device", "cpu"), shard.name)
 
 
+def test_what_mori_would_stumble_over_is_asked_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, text_fp8: Path, tmp_path: Path
+) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def check(
+        facts: object, plan: ExpertPlan, resolved: object, *, compute_units: int, environ: dict[str, str]
+    ) -> None:
+        asked.append((plan.ep, "PATH" in environ))
+
+    monkeypatch.setattr(compose, "check_mori", check)
+    compose.prepare(ServeConfig(model=str(text_fp8), device="cpu", tp=2, ep=2), tmp_path)
+    assert asked == [(2, True)]
+
+
 def test_plan_counts_the_checkpoint_and_every_rank(here: Callable[..., Run], text_fp8: Path) -> None:
     run = here("plan", "--model", text_fp8, "--tp", "2", "--pp", "2")
     assert run.returncode == 0, run.stderr
@@ -250,6 +322,30 @@ def test_plan_ends_with_0_when_it_fits_1_when_not_and_2_when_it_cannot_be(
     assert_refused(here(*launch, "--gpu", "gtx"), "--gpu gtx", "mi300x")
     assert_refused(here(*launch, "--json"), "--gpu NAME")
     assert_refused(here(*launch, "--gpu", "h200", "--kv-cache-dtype", "int4"), "--kv-cache-dtype", "fp8_e4m3")
+
+
+def test_plan_takes_the_flags_of_a_launch_and_names_those_that_mean_nothing_to_it(
+    here: Callable[..., Run], text_fp8: Path
+) -> None:
+    ours = here("plan", "--model", text_fp8, "--tp", "2", "--hbm-gib", "8", "--mem-fraction", "0.5", "--json")
+    flags = ("--model-path", text_fp8, "--tp-size", "2", "--mem-fraction-static", "0.5", "--port", "9001", "--json")
+    theirs = here("plan", *flags, "--disable-radix-cache", "--hbm-gib", "8", "--watchdog-timeout", "1200")
+    assert (theirs.returncode, theirs.stdout) == (0, ours.stdout), theirs.stderr
+    assert theirs.stderr.splitlines() == [
+        "--disable-radix-cache has no effect: there is no prefix cache: every prompt is computed",
+        "no meaning for `plan`: --port, --watchdog-timeout",
+    ]
+    plain, local, sent = (
+        here("plan", "--model", text_fp8, "--tp", "2", *flags)
+        for flags in ((), ("--ep", "2"), ("--ep", "2", "--expert-exchange", "torch"))
+    )
+    assert [run.stderr for run in (plain, local, sent)] == ["", "", ""], "weights depend on both"
+    assert "with ep 2" in local.stdout and local.stdout.splitlines()[2] == plain.stdout.splitlines()[2]
+    assert sent.stdout.splitlines()[2] != local.stdout.splitlines()[2], "its shared expert is whole"
+    without_gpu = here("plan", "--model-path", text_fp8, "--tp-size", "2", "--page-size", "32")
+    assert without_gpu.returncode == 0
+    assert "not looked at: --page-size" in without_gpu.stderr
+    assert_refused(here("plan", "--model", text_fp8, "--hbm-gib", "8", "--ep-size", "2"), "--ep 2", "--ep-size")
 
 
 def test_a_report_of_nothing_is_one_line_and_exit_code_2(here: Callable[..., Run], tmp_path: Path) -> None:

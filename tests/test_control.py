@@ -14,6 +14,7 @@ import pytest
 from rocm_serve.control import CONTROL_PORT, FollowerLink, GroupLost, LeaderLink, Link
 from rocm_serve.messages import AskToStop, Beat, ControlMessage, GroupDown, Hello, Leave, RankBeat
 from rocm_serve.platform.probe import free_port
+from tests.e2e.two_nodes import free_ports
 
 HOST = "127.0.0.1"
 CHECKS = {"tp": "2", "config.json": "abc"}
@@ -22,7 +23,7 @@ BEAT = Beat((RankBeat(3, 17, "decode", 5, 2, True, False, False),))
 
 @contextmanager
 def leader(members: int = 2, checks: dict[str, str] = CHECKS) -> Iterator[tuple[LeaderLink, int]]:
-    port = free_port()
+    port = free_ports(HOST) + CONTROL_PORT
     link = LeaderLink("node", members, HOST, port, checks)
     try:
         yield link, port
@@ -134,6 +135,22 @@ def test_a_node_that_cannot_be_reached_back_is_named_with_its_address() -> None:
             until([first], lambda: False)
 
 
+def test_a_way_back_from_another_address_is_told_with_the_address_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rocm_serve.control._is_loopback", lambda address: False)
+    port = free_ports("127.0.0.2") + CONTROL_PORT
+    link = LeaderLink("node", 2, "127.0.0.2", port, CHECKS)
+    second = FollowerLink("node", 1, 2, "127.0.0.2", port, HOST, CHECKS)
+    try:
+        with pytest.raises(GroupLost) as lost:
+            until([second, link], lambda: False)
+        assert "node 0 reaches node 1 at 127.0.0.1 from 127.0.0.1, not from 127.0.0.2" in str(lost.value)
+        assert "give 127.0.0.1 there, or a route" in str(lost.value) and lost.value.wish
+        assert hear(second) == [(0, GroupDown(str(lost.value), 2))]
+    finally:
+        link.close()
+        second.close()
+
+
 def test_a_follower_says_why_it_waits() -> None:
     with follower(free_port()) as alone:
         until([alone], lambda: "refused" in alone.waiting_for())
@@ -161,6 +178,7 @@ def test_silence_is_noticed(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_taken_is_told_as_such() -> None:
-    with leader() as (_, port), pytest.raises(GroupLost, match=f"cannot listen on {HOST}:{port}") as lost:
+    with leader() as (_, port), pytest.raises(GroupLost) as lost:
         LeaderLink("node", 2, HOST, port, CHECKS)
+    assert str(lost.value).startswith(f"cannot listen on {HOST}:{port - CONTROL_PORT}: ")
     assert lost.value.wish and CONTROL_PORT == 3

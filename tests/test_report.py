@@ -74,6 +74,15 @@ def test_the_start_says_what_was_decided_or_is_no_default_and_nothing_else() -> 
     assert lines[-1] == "logs of workers and core: run"
 
 
+def test_a_provider_that_is_held_to_is_told_from_one_that_is_preferred() -> None:
+    wish = msgspec.structs.replace(
+        resolved(), preferred={"attention_decode": "aiter"}, reasons={"op attention_decode": "--attention-backend"}
+    )
+    lines = list(start_up_lines(wish, PLATFORM))
+    assert "op layers.3.linear = reference  (--op)" in lines
+    assert "op attention_decode = aiter, if it can  (--attention-backend)" in lines
+
+
 def test_one_process_has_no_logs_of_workers_to_name() -> None:
     lines = list(start_up_lines(msgspec.structs.replace(resolved(), tp=1, pp=1), PLATFORM))
     assert not any("logs of workers" in line for line in lines)
@@ -81,7 +90,7 @@ def test_one_process_has_no_logs_of_workers_to_name() -> None:
 
 def test_every_resolved_value_can_be_had_once() -> None:
     lines = list(start_up_lines(resolved(), PLATFORM, everything=True))
-    for field in set(Resolved.__struct_fields__) - {"reasons", "op", "run_dir"}:
+    for field in set(Resolved.__struct_fields__) - {"reasons", "notes", "op", "preferred", "run_dir"}:
         assert sum(line.startswith(f"{field} = ") for line in lines) == 1, field
     assert "max_total_tokens = none" in lines
 
@@ -105,7 +114,15 @@ def test_the_ready_line_names_address_model_topology_and_limits() -> None:
         "8000 tokens",
     ):
         assert fact in line
-    assert "\n" not in line
+    assert "\n" not in line and "ep " not in line
+
+
+def test_the_ready_line_and_the_start_say_where_experts_are_and_how_rows_come_to_them() -> None:
+    wish = msgspec.structs.replace(resolved(), ep=2, expert_exchange="torch", expert_capacity=36)
+    assert "tp 2 x pp 2, ep 2 by torch, float32" in ready_line(wish, LIMITS, "http://127.0.0.1:99")
+    lines = list(start_up_lines(wish, PLATFORM))
+    assert {"ep = 2", "expert_exchange = torch", "expert_capacity = 36"} <= set(lines)
+    assert not any(line.startswith(("speculative_", "fp8_activation", "expert_placement")) for line in lines)
 
 
 @pytest.mark.parametrize("name", ["tiny", "it's $HOME", 'a "quoted" \\ name', "модель"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_serve.children import TORCH_GUARDS, child_environment, describe, end_processes
+from rocm_serve.children import PEER_LOST, SENT_AWAY, TORCH_GUARDS, Child, child_environment, describe, end_processes
 from rocm_serve.supervisor import Supervisor
 from tests.executor.wishes import resolved
 
@@ -104,6 +104,18 @@ def test_a_crash_is_told_with_signal_and_the_end_of_the_log(tmp_path: Path) -> N
     assert told.startswith(f"rank-1 ended with signal SIGKILL; the end of {log}:")
     assert told.endswith("line 99") and "line 80\n" not in told
     assert "exit code 7" in describe("core", 7, log)
+
+
+def test_a_core_that_failed_is_the_cause_before_the_ranks_that_it_sent_away(tmp_path: Path) -> None:
+    def ended(name: str, rank: int | None, code: int) -> Child:
+        with python(f"raise SystemExit({code})") as process:
+            process.wait()
+        return Child(name, rank, process, tmp_path / "x.log", tmp_path / "x.beat")
+
+    away, core = ended("rank-0", 0, SENT_AWAY), ended("core", None, 1)
+    suffered, culprit = ended("rank-2", 2, PEER_LOST), ended("rank-3", 3, 1)
+    found = sorted([away, core, suffered, culprit], key=lambda child: child.guilt)
+    assert found == [culprit, suffered, core, away]
 
 
 def test_children_share_the_cores_and_meet_on_the_loopback() -> None:

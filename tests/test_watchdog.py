@@ -61,6 +61,23 @@ def test_a_rank_that_waits_is_not_to_blame_while_anybody_moves() -> None:
         assert names(watch, [beat(0, now), beat(1, 1, waiting=True)], float(now)) == []
 
 
+def test_a_rank_whose_wait_has_just_ended_is_not_to_blame_for_how_long_it_was() -> None:
+    watch = Watch(3)
+    for now in range(9):
+        assert names(watch, [beat(0, now), beat(1, 1, waiting=True)], float(now)) == []
+    done, old_news = beat(0, 9, owes=False), beat(1, 1, waiting=True)
+    assert names(watch, [done, old_news], 8.5) == [], "the rows are there; rank 1's next beat is not"
+    assert names(watch, [done, old_news], 11.4) == []
+    assert names(watch, [done, old_news], 11.5) == [1], "they never came"
+
+
+def test_a_stopped_rank_is_found_also_where_it_waits_while_others_move() -> None:
+    watch = Watch(3)
+    for now in range(3):
+        assert names(watch, [beat(0, now), beat(1, 1, waiting=True, stopped=True)], float(now)) == []
+    assert names(watch, [beat(0, 3), beat(1, 1, waiting=True, stopped=True)], 3.0) == [1]
+
+
 def test_when_nobody_moves_those_that_wait_are_named_after_the_one_they_wait_for() -> None:
     watch = Watch(10)
     still = [beat(1, 1, waiting=True), beat(0, 1)]

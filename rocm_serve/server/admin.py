@@ -30,6 +30,7 @@ def build_router(context: Context) -> APIRouter:
             "root": info.model,
             "parent": None,
             "max_model_len": max_model_len(),
+            "parallel": info.parallel,
         }
 
     @router.get("/v1/models")

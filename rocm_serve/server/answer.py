@@ -41,12 +41,15 @@ class Answer:
         self._prompt_entries: list[TokenLogprob] = []
         self._waiting: deque[Scored] = deque()
         self._started = False
+        self._plain = False  # begun, and nothing but text is wanted
 
     def feed(self, output: Output) -> Part | None:
         """Take one output. Returns None when there is nothing to show yet.
 
         Errors: ApiError when the engine gave up on the request.
         """
+        if self._plain and output.finish_reason is None:
+            return self._feed_plain(output)
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise engine_error(output)
         self._prompt_entries += output.prompt_logprobs
@@ -64,8 +67,18 @@ class Answer:
             return part
         return None
 
+    def _feed_plain(self, output: Output) -> Part | None:
+        """Take an output of tokens in the middle of an answer: what nearly every output is."""
+        step = self._stream.push(output.tokens)
+        self.num_tokens += step.used
+        if step.matched is not None:
+            self.finish_reason = "stop"
+            return Part(self.choice.index, step.text, None, "stop", step.matched)
+        return Part(self.choice.index, step.text) if step.text else None
+
     def _begin(self, part: Part) -> str:
         self._started = True
+        self._plain = self.choice.logprobs is None
         choice, prompt = self.choice, self.choice.request.prompt
         if choice.prompt_logprobs is not None:
             width = choice.prompt_logprobs

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from rocm_serve.server.errors import ApiError, bad_request
 
 MAX_BODY_BYTES = 16 * 2**20  # a million token ids take half of it
+BODY_S = 60.0  # for all of a body to come
 _BIG_BODY_BYTES = 2**18  # such bodies are parsed on a thread: they would hold up the streams of others
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -20,9 +21,14 @@ Body = TypeVar("Body", bound=BaseModel)
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """Read, parse and validate a JSON body, whatever its Content-Type says.
 
-    Errors: ApiError 413 past MAX_BODY_BYTES, 400 otherwise.
+    Errors: ApiError 413 past MAX_BODY_BYTES, 408 after BODY_S, 400 otherwise.
     """
-    data = await _read_bytes(request)
+    try:
+        async with asyncio.timeout(BODY_S):
+            data = await _read_bytes(request)
+    except TimeoutError:
+        message = f"the body was not here after {BODY_S:.0f} s"
+        raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
     if len(data) > _BIG_BODY_BYTES:
         return await asyncio.to_thread(parse_body, data, kind)
     return parse_body(data, kind)

@@ -1,9 +1,9 @@
-"""POST /v1/chat/completions: the chat template in front of the same answering path. No tools, no reasoning parser."""
+"""POST /v1/chat/completions: the chat template in front of the same answering path, the parsers behind it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -12,14 +12,19 @@ from fastapi import APIRouter, Request, Response
 from rocm_serve.messages import AddRequest
 from rocm_serve.server.answer import Answer, Part
 from rocm_serve.server.body import read_body
+from rocm_serve.server.chat_message import MakeMessageParser, MessageParser, delta, message
 from rocm_serve.server.choices import Checker, Choice, check_fields_together, expand, sampling_params, text_options
 from rocm_serve.server.context import Context
 from rocm_serve.server.errors import ApiError, bad_request
 from rocm_serve.server.logprobs import LogprobWriter, Scored
 from rocm_serve.server.messages_text import render_messages
+from rocm_serve.server.pieces import Piece, joined
 from rocm_serve.server.protocol import ChatRequest
+from rocm_serve.server.reasoning import REASONING_PARSERS
 from rocm_serve.server.respond import Frame, checked_choices, encode, gather_parts, respond, usage
 from rocm_serve.server.sse import DONE, event
+from rocm_serve.server.tools import TOOL_PARSERS
+from rocm_serve.server.tools.request import Tools, tools_shown
 
 _CHUNK = "chat.completion.chunk"
 
@@ -39,13 +44,17 @@ def build_router(context: Context) -> APIRouter:
 async def _answer(request: Request, body: ChatRequest, context: Context) -> Response:
     context.checker().check_model(body.model)
     frame = Frame.build("chatcmpl", body, context)
+    tools = tools_shown(body, context.info.tool_call_parser, tuple(TOOL_PARSERS))
     prompt = render_messages(
         context,
         body.messages,
+        tools=tools,
         add_generation_prompt=True if body.add_generation_prompt is None else body.add_generation_prompt,
         extra=body.chat_template_kwargs or {},
         reasoning_effort=body.reasoning_effort,
     )
+
+    parser = message_parser(body, prompt, tools, context)
 
     def make(checker: Checker, name: str, rng: random.Random) -> list[Choice]:
         return chat_choices(body, prompt, checker, name, rng)
@@ -58,9 +67,29 @@ async def _answer(request: Request, body: ChatRequest, context: Context) -> Resp
         request,
         context,
         answers,
-        stream=(lambda: _stream(answers, frame, context, writer)) if body.stream else None,
-        whole=lambda: _whole(answers, frame, context, writer),
+        stream=(lambda: _stream(answers, frame, context, writer, parser)) if body.stream else None,
+        whole=lambda: _whole(answers, frame, context, writer, parser),
     )
+
+
+def message_parser(body: ChatRequest, prompt: str, tools: Tools, context: Context) -> MakeMessageParser:
+    """Return what makes a parser for each choice. Errors: ApiError 400 that names the field."""
+    reasoning, calls = context.info.reasoning_parser, context.info.tool_call_parser
+    if body.separate_reasoning and reasoning is None:
+        flags = " or ".join(f"--reasoning-parser {name}" for name in REASONING_PARSERS)
+        raise bad_request(f"this server does not separate reasoning: start it with {flags}", "separate_reasoning")
+
+    def make() -> MessageParser:
+        return MessageParser(
+            REASONING_PARSERS[reasoning](prompt, calls_end_it=bool(tools))
+            if reasoning is not None and body.separate_reasoning is not False
+            else None,
+            TOOL_PARSERS[calls](tools, parallel=body.parallel_tool_calls is not False)
+            if calls is not None and tools
+            else None,
+        )
+
+    return make
 
 
 def chat_choices(body: ChatRequest, prompt: str, checker: Checker, request_id: str, rng: random.Random) -> list[Choice]:
@@ -90,36 +119,63 @@ def _logprobs(scored: Sequence[Scored] | None, writer: LogprobWriter | None) -> 
     return {"content": writer.chat_content(scored), "refusal": None}
 
 
+def _read(part: Part, parser: MessageParser, context: Context) -> list[Piece]:
+    """Parse the text of a part; the last part of an answer also gets the finish reason to show."""
+    pieces = parser.feed(part.text)
+    if part.finish_reason is None:
+        return pieces
+    stopped = part.stop_reason is not None and part.stop_reason not in context.info.eos_token_ids
+    pieces = joined([*pieces, *parser.finish(cut=stopped or part.finish_reason != "stop")])
+    part.finish_reason = parser.finish_reason(part.finish_reason)
+    return pieces
+
+
 async def _whole(
-    answers: Sequence[Answer], frame: Frame, context: Context, writer: LogprobWriter | None
+    answers: Sequence[Answer],
+    frame: Frame,
+    context: Context,
+    writer: LogprobWriter | None,
+    make_parser: MakeMessageParser,
 ) -> dict[str, object]:
-    choices = [
-        {
-            "index": part.index,
-            "message": {"role": "assistant", "content": part.text, "refusal": None},
-            "logprobs": _logprobs(part.scored, writer),
-            "finish_reason": part.finish_reason,
-            "stop_reason": part.stop_reason,
-        }
-        for part in await gather_parts(context, answers)
-    ]
+    choices: list[dict[str, object]] = []
+    for part in await gather_parts(context, answers):
+        parser = make_parser()
+        said = message(_read(part, parser, context), has_reasoning=parser.has_reasoning)
+        choices.append(
+            {
+                "index": part.index,
+                "message": said,
+                "logprobs": _logprobs(part.scored, writer),
+                "finish_reason": part.finish_reason,
+                "stop_reason": part.stop_reason,
+            }
+        )
     return {**frame.fields("chat.completion"), "choices": choices, "usage": usage(answers, frame)}
 
 
 async def _stream(
-    answers: Sequence[Answer], frame: Frame, context: Context, writer: LogprobWriter | None
+    answers: Sequence[Answer],
+    frame: Frame,
+    context: Context,
+    writer: LogprobWriter | None,
+    make_parser: MakeMessageParser,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the role of each choice, then its text as deltas, as OpenAI does."""
+    """Yield the role of each choice, then what it says as deltas, as OpenAI does."""
+    parsers = [make_parser() for _ in answers]
     head = b"data: " + encode(frame.fields(_CHUNK))[:-1] + b',"choices":['
     tail = b'],"usage":null}\n\n' if frame.include_usage else b"]}\n\n"
     try:
         for answer in answers:
-            role = Part(answer.choice.index, "")
-            yield head + encode(_chunk_choice(role, {"role": "assistant", "content": ""}, writer)) + tail
-        async with aclosing(context.runner.parts(answers)) as parts:
-            async for part in parts:
-                delta: dict[str, object] = {"content": part.text} if part.text else {}
-                yield head + encode(_chunk_choice(part, delta, writer)) + tail
+            role: dict[str, object] = {"role": "assistant", "content": ""}
+            yield head + encode(_chunk_choice(Part(answer.choice.index, ""), role, writer)) + tail
+        async with aclosing(context.runner.batches(answers)) as batches:
+            async for parts in batches:
+                events: list[bytes] = []
+                for part in parts:
+                    pieces = _read(part, parsers[part.index], context)
+                    events += [head + encode(choice) + tail for choice in _chunk_choices(part, pieces, writer)]
+                if events:
+                    yield b"".join(events)
     except ApiError as error:
         yield event(error.body())
         yield DONE
@@ -129,10 +185,21 @@ async def _stream(
     yield DONE
 
 
-def _chunk_choice(part: Part, delta: dict[str, object], writer: LogprobWriter | None) -> dict[str, object]:
+def _chunk_choices(part: Part, pieces: Sequence[Piece], writer: LogprobWriter | None) -> Iterator[dict[str, object]]:
+    """Yield a chunk per piece: the log-probs of the part go with the first, its end with the last."""
+    if not pieces and (part.scored is not None or part.finish_reason is not None):
+        yield _chunk_choice(part, {}, writer)
+    for place, piece in enumerate(pieces):
+        own = Part(part.index, "", part.scored if place == 0 else None)
+        if place == len(pieces) - 1:
+            own.finish_reason, own.stop_reason = part.finish_reason, part.stop_reason
+        yield _chunk_choice(own, delta(piece), writer)
+
+
+def _chunk_choice(part: Part, said: dict[str, object], writer: LogprobWriter | None) -> dict[str, object]:
     return {
         "index": part.index,
-        "delta": delta,
+        "delta": said,
         "logprobs": _logprobs(part.scored, writer),
         "finish_reason": part.finish_reason,
         "stop_reason": part.stop_reason,

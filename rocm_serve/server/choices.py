@@ -51,26 +51,29 @@ class Checker:
     def prompt_ids(self, prompt: Prompt, add_special_tokens: bool, param: str = "prompt") -> tuple[int, ...]:
         """Return the ids of one prompt.
 
-        Errors: ApiError 400 for ids the tokenizer does not know, no ids at all, or a text that can be seen to be
-        longer than the context before it is tokenised.
+        Errors: ApiError 400 for ids the tokenizer does not know, no ids at all, or a text that is seen to be longer
+        than the context by its size or its beginning.
         """
         if isinstance(prompt, str):
-            self._check_size(prompt, param)
-            ids = tuple(self.tokenizer.encode(prompt, add_special_tokens))
+            limit = self.limits.max_model_len
+            largest = self.tokenizer.max_bytes(limit)
+            if len(prompt) * 4 > largest and len(prompt.encode("utf-8")) > largest:
+                raise self._too_long(prompt, param)
+            ids = self.tokenizer.encode_within(prompt, limit, add_special_tokens)
+            if ids is None:
+                raise self._too_long(prompt, param)
             if not ids:
                 raise bad_request(f"{param} has no tokens; the model needs at least one", param)
-            return ids
+            return tuple(ids)
         self.check_ids(prompt, param)
         return prompt
 
-    def _check_size(self, text: str, param: str) -> None:
-        limit = self.tokenizer.max_bytes(self.limits.max_model_len)
-        if len(text) * 4 > limit and len(text.encode("utf-8")) > limit:
-            message = (
-                f"{param} has {len(text)} characters; no such text fits in this server's context of "
-                f"{self.limits.max_model_len} tokens"
-            )
-            raise bad_request(message, param, "context_length_exceeded")
+    def _too_long(self, text: str, param: str) -> ApiError:
+        message = (
+            f"{param} has {len(text)} characters; that is more than fits in this server's context of "
+            f"{self.limits.max_model_len} tokens"
+        )
+        return bad_request(message, param, "context_length_exceeded")
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Errors: ApiError 400 for the first id that the tokenizer does not know."""

@@ -59,20 +59,26 @@ def bad_request(message: str, param: str | None, code: str | None = "invalid_val
     return ApiError(400, message, param=param, code=code)
 
 
+def answered(request: Request, error: ApiError) -> Response:
+    """Return the answer to `request`, and count it."""
+    request.app.state.context.metrics.error(request.url.path, error.status)
+    return error_response(error)
+
+
 def error_response(error: ApiError) -> Response:
     return Response(error.body(), error.status, error.headers, media_type="application/json")
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return answered(request, error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return error_response(
-        ApiError(error.status_code, message, code=_CODES.get(error.status_code), headers=error.headers)
+    return answered(
+        request, ApiError(error.status_code, message, code=_CODES.get(error.status_code), headers=error.headers)
     )
 
 
@@ -80,7 +86,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     names = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    return error_response(bad_request(str(first["msg"]), ".".join(names) or None))
+    return answered(request, bad_request(str(first["msg"]), ".".join(names) or None))
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
@@ -88,7 +94,7 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _on_crash(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
+    return answered(request, ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
 
 
 def install_error_handlers(app: FastAPI) -> None:

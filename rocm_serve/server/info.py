@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal, Protocol
@@ -24,6 +24,9 @@ class ServerInfo:
     max_running_requests: int
     max_queued_requests: int = 4096
     seed: int = 0
+    reasoning_parser: str | None = None  # a name of server.reasoning
+    tool_call_parser: str | None = None  # a name of server.tools
+    parallel: Mapping[str, str | int] = field(default_factory=dict)  # how the model is cut, shown with it
     created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
 
     @classmethod
@@ -36,6 +39,9 @@ class ServerInfo:
             max_running_requests=resolved.max_running_requests,
             max_queued_requests=resolved.max_queued_requests,
             seed=resolved.seed,
+            reasoning_parser=resolved.reasoning_parser,
+            tool_call_parser=resolved.tool_call_parser,
+            parallel={name: getattr(resolved, name) for name in ("tp", "pp", "ep", "expert_exchange")},
         )
 
 
@@ -60,8 +66,11 @@ class EngineClientProtocol(Protocol):
 
     async def start(self) -> EffectiveLimits: ...
 
-    def generate(self, request: AddRequest) -> AsyncGenerator[Output, None]:
-        """Submit one choice and yield its news. Closing the generator, or cancelling its reader, aborts it."""
+    def batches(self, request: AddRequest) -> AsyncGenerator[list[Output], None]:
+        """Submit one choice and yield its news, each time all there are.
+
+        Closing the generator, or cancelling its reader, aborts it.
+        """
         ...
 
     def complete(self, request_id: str) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from rocm_serve.server.context import Context
 from rocm_serve.server.errors import ApiError, bad_request
 from rocm_serve.server.protocol import checked_text
-from rocm_serve.tokens.template import ChatTemplate, TemplateRefused
+from rocm_serve.tokens.template import TemplateRefused
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _OWN_VARIABLES = {"messages", "add_generation_prompt", "tools"}
@@ -24,11 +25,14 @@ def render_messages(
     *,
     add_generation_prompt: bool,
     extra: Mapping[str, object],
+    tools: Sequence[Mapping[str, object]] = (),
     reasoning_effort: str | None = None,
 ) -> str:
-    """Return the prompt text of a conversation. Errors: ApiError 400 that names the field."""
+    """Return the prompt text of a conversation; `tools` are checked ones. Errors: ApiError 400 that names the field."""
     if context.template is None:
         raise ApiError(400, "this model has no chat template", param="messages", code="no_chat_template")
+    if tools and "tools" not in context.template.variables:
+        raise bad_request("the chat template of this model does not show tools", "tools")
     for name in _OWN_VARIABLES & set(extra):
         raise bad_request(f"chat_template_kwargs cannot set {name}", "chat_template_kwargs")
     variables = dict(extra)
@@ -37,10 +41,11 @@ def render_messages(
             raise bad_request("reasoning_effort and chat_template_kwargs differ; give one", "reasoning_effort")
         variables["reasoning_effort"] = reasoning_effort
     plain = [_plain(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    render = partial(context.template.render, plain, add_generation_prompt=add_generation_prompt, tools=tools or None)
     try:
-        text = context.template.render(plain, add_generation_prompt=add_generation_prompt, extra=variables)
+        text = render(extra=variables)
     except TemplateRefused as error:
-        fault = _variable_at_fault(context.template, plain, add_generation_prompt, variables)
+        fault = _variable_at_fault(render, variables)
         if fault is None:
             raise bad_request(str(error), "messages") from None
         param = "reasoning_effort" if fault == "reasoning_effort" and fault not in extra else "chat_template_kwargs"
@@ -48,14 +53,12 @@ def render_messages(
     return usable_text(text, "messages")
 
 
-def _variable_at_fault(
-    template: ChatTemplate, messages: list[dict[str, object]], prompt: bool, variables: Mapping[str, object]
-) -> str | None:
+def _variable_at_fault(render: Callable[..., str], variables: Mapping[str, object]) -> str | None:
     """Return the variable without which the template takes the messages, if there is one."""
     for name in variables:
         others = {key: value for key, value in variables.items() if key != name}
         with contextlib.suppress(TemplateRefused):
-            template.render(messages, add_generation_prompt=prompt, extra=others)
+            render(extra=others)
             return name
     return None
 
@@ -121,11 +124,14 @@ def _tool_calls(calls: object, what: str) -> list[dict[str, object]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad_request(f"{what}[{place}].function needs a name and arguments", "messages")
-        arguments = function.get("arguments", {})
+        arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
                 raise bad_request(f"{what}[{place}].function.arguments is not JSON", "messages") from None
+        arguments = {} if arguments is None else arguments
+        if not isinstance(arguments, dict):
+            raise bad_request(f"{what}[{place}].function.arguments must be a JSON object", "messages")
         plain.append({**call, "function": {**function, "arguments": arguments}})
     return plain

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from rocm_serve.messages import Stats
 from rocm_serve.server.info import EngineClientProtocol
@@ -34,7 +38,15 @@ _COUNTERS = {
     "generation_tokens": "Tokens made",
     "aborted_requests": "Requests ended by the client or the server before their end",
     "finished_requests": "Answers that came to their end, a stop string too",
+    "decode_forwards": "Passes of one request through the model with output rows that brought tokens",
+    "decode_tokens": "Tokens that these passes brought; divided by the passes, tokens per forward",
 }
+_DRAFT_COUNTERS = {  # only where drafts are made: a gate takes them for the sign of a drafter
+    "draft_tokens": "Drafts verified",
+    "accepted_draft_tokens": "Drafts that were the tokens drawn without them",
+}
+_REFUSALS = (429, 503)
+_PROBES = ("/health", "/ready")
 _COUNTER_FIELDS = {"aborted_requests": "aborted", "finished_requests": "finished"}
 
 
@@ -48,12 +60,71 @@ class _EngineCollector(Collector):
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(_PREFIX + name, text, getattr(stats, name))
         yield GaugeMetricFamily(_PREFIX + "open", "Answers that clients wait for", self._gate.num_open)
+        tasks = len(asyncio.all_tasks())
+        yield GaugeMetricFamily(_PREFIX + "server_tasks", "Tasks on the server's event loop, this one too", tasks)
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(_PREFIX + name, text, getattr(stats, _COUNTER_FIELDS.get(name, name)))
         steps = CounterMetricFamily(_PREFIX + "steps", "Engine steps by what they held", labels=["kind"])
         for kind in ("prefill", "decode", "mixed"):
             steps.add_metric([kind], getattr(stats, f"{kind}_steps"))
         yield steps
+        if stats.draft_tokens_by_position:
+            yield from _drafting(stats)
+
+
+def _drafting(stats: Stats) -> Iterator[Metric]:
+    for name, text in _DRAFT_COUNTERS.items():
+        yield CounterMetricFamily(_PREFIX + name, text, getattr(stats, name))
+        places = CounterMetricFamily(
+            f"{_PREFIX}{name}_by_position", f"{text}, by place after the token", labels=["position"]
+        )
+        for position, count in enumerate(getattr(stats, f"{name}_by_position"), 1):
+            places.add_metric([str(position)], count)
+        yield places
+    prices = GaugeMetricFamily(
+        _PREFIX + "decode_seconds_per_token",
+        "Median time of a decoding step for each token it brings, with at most so many requests running",
+        labels=["requests", "drafting"],
+    )
+    net = GaugeMetricFamily(
+        _PREFIX + "draft_net_speed", "Tokens per second with drafts, as a multiple of without", labels=["requests"]
+    )
+    on = GaugeMetricFamily(_PREFIX + "drafting", "1 where steps draft with so many running", labels=["requests"])
+    for speed in stats.draft_speeds:
+        size = str(speed.requests)
+        on.add_metric([size], speed.drafting)
+        for way, price in (("on", speed.on_s), ("off", speed.off_s)):
+            if price:
+                prices.add_metric([size, way], price)
+        if speed.net:
+            net.add_metric([size], speed.net)
+    yield from (prices, net, on)
+
+
+class Durations(Collector):
+    """A histogram whose observation costs what a token may: no lock, no walk along the buckets.
+
+    One thread observes; another may collect at any time, and may miss what is observed meanwhile.
+    """
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text, self._bounds = name, text, tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """Count `count` durations of `seconds` each."""
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[Metric]:
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        yield HistogramMetricFamily(
+            self._name,
+            self._text,
+            buckets=list(zip(names, accumulate(self._counts), strict=True)),
+            sum_value=self._sum,
+        )
 
 
 class Metrics:
@@ -65,14 +136,27 @@ class Metrics:
         self.requests = Counter(
             _PREFIX + "requests", "Answers by how they ended", ["finish_reason"], registry=self._registry
         )
-        self._first = self._histogram("time_to_first_token_seconds", "Submission to first token", _FIRST_TOKEN_S)
-        self._between = self._histogram("inter_token_seconds", "Between two tokens of an answer", _BETWEEN_TOKENS_S)
-        self._whole = self._histogram("request_seconds", "Submission to last token", _WHOLE_S)
+        self._errors = Counter(
+            _PREFIX + "http_errors", "Requests answered with an error, by status", ["status"], registry=self._registry
+        )
+        for status in _REFUSALS:  # so that "none" can be told from "not counted"
+            self._errors.labels(str(status))
+        self._first = self._durations("time_to_first_token_seconds", "Submission to first token", _FIRST_TOKEN_S)
+        self._between = self._durations("inter_token_seconds", "Between two tokens of an answer", _BETWEEN_TOKENS_S)
+        self._whole = self._durations("request_seconds", "Submission to last token", _WHOLE_S)
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(_PREFIX + name, text, buckets=tuple(buckets), registry=self._registry)
+    def _durations(self, name: str, text: str, bounds: Sequence[float]) -> Durations:
+        durations = Durations(_PREFIX + name, text, bounds)
+        self._registry.register(durations)
+        return durations
+
+    def error(self, path: str, status: int) -> None:
+        """Count an error as answer; probes ask again and again, and are left out."""
+        if path not in _PROBES:
+            self._errors.labels(str(status)).inc()
 
     def render(self) -> bytes:
+        """Return the page. Called on the event loop: its tasks are counted."""
         return generate_latest(self._registry)
 
     def timer(self) -> AnswerTimer:
@@ -82,20 +166,22 @@ class Metrics:
 class AnswerTimer:
     """Clock of one answer, from its submission."""
 
-    def __init__(self, first: Histogram, between: Histogram, whole: Histogram, requests: Counter) -> None:
+    def __init__(self, first: Durations, between: Durations, whole: Durations, requests: Counter) -> None:
         self._first, self._between, self._whole, self._requests = first, between, whole, requests
         self._start = time.perf_counter()
         self._last: float | None = None
 
     def tokens(self, count: int) -> None:
         """Note that `count` tokens came at once; they share the time since the last ones."""
+        if not count:
+            return
         now = time.perf_counter()
         if self._last is None:
             self._first.observe(now - self._start)
             count -= 1
             self._last = now
-        for _ in range(count):
-            self._between.observe((now - self._last) / count)
+        if count:
+            self._between.observe((now - self._last) / count, count)
         self._last = now
 
     def finished(self, reason: str) -> None:

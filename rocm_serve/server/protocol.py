@@ -163,14 +163,27 @@ class ResponseFormat(_Body):
     type: Literal["text"]
 
 
+ToolChoice = Literal["auto", "none"]
+
+
+def _tool_choice(value: object) -> ToolChoice | None:
+    if value is None or value == "auto" or value == "none":
+        return value
+    raise _invalid("tool_choice must be 'auto' or 'none': this server cannot force a call")
+
+
 class ChatRequest(SamplingFields):
-    """POST /v1/chat/completions. Tools, structured output and parts that are not text are refused."""
+    """POST /v1/chat/completions. Structured output and parts that are not text are refused."""
 
     messages: Annotated[list[dict[str, object]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
+    tools: list[dict[str, object]] | None = None
+    tool_choice: Annotated[ToolChoice | None, PlainValidator(_tool_choice, ToolChoice | None)] = None
+    parallel_tool_calls: Annotated[bool | None, Field(description="false: the first call only is taken")] = None
+    separate_reasoning: Annotated[bool | None, Field(description="false: reasoning stays in the content")] = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
     add_generation_prompt: bool | None = None
@@ -182,6 +195,7 @@ class TokenizeRequest(_Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, object]] | None = None
+    tools: list[dict[str, object]] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, object] | None = None
     add_special_tokens: bool = False

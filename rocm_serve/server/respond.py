@@ -64,13 +64,14 @@ async def gather_parts(context: Context, answers: Sequence[Answer]) -> list[Part
     wholes = [Part(answer.choice.index, "") for answer in answers]
     texts: list[list[str]] = [[] for _ in answers]
     scored: list[list[Scored]] = [[] for _ in answers]
-    async with aclosing(context.runner.parts(answers)) as parts:
-        async for part in parts:
-            whole = wholes[part.index]
-            texts[part.index].append(part.text)
-            scored[part.index] += part.scored or ()
-            whole.prompt_logprobs = part.prompt_logprobs or whole.prompt_logprobs
-            whole.finish_reason, whole.stop_reason = part.finish_reason, part.stop_reason
+    async with aclosing(context.runner.batches(answers)) as batches:
+        async for parts in batches:
+            for part in parts:
+                whole = wholes[part.index]
+                texts[part.index].append(part.text)
+                scored[part.index] += part.scored or ()
+                whole.prompt_logprobs = part.prompt_logprobs or whole.prompt_logprobs
+                whole.finish_reason, whole.stop_reason = part.finish_reason, part.stop_reason
     for whole, text, scores in zip(wholes, texts, scored, strict=True):
         whole.text, whole.scored = "".join(text), scores
     return wholes

@@ -8,13 +8,15 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterator
+from typing import cast
 
 import uvicorn
 
 from rocm_serve.errors import UserError
 from rocm_serve.messages import EffectiveLimits
 from rocm_serve.server.app import create_app
+from rocm_serve.server.connections import SILENT_S, Connection, allow_descriptors, close_silent, guard, hang_up
 from rocm_serve.server.context import Context
 from rocm_serve.server.info import EngineClientProtocol, ServerInfo
 from rocm_serve.server.limits import Gate
@@ -32,8 +34,10 @@ _LAST_WORDS_S = 1.0  # for the errors of answers that are cut off to reach their
 def bind(host: str, port: int) -> socket.socket:
     """Return a listening address; port 0 takes a free one. Errors: UserError if it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio looks for this protocol before it turns Nagle's algorithm off, which holds each token for 40 ms
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    guard(sock)
     try:
         sock.bind((host, port))
         sock.listen()  # here, not later: SO_REUSEADDR lets two bind a port on which nobody listens yet
@@ -96,7 +100,8 @@ def run(
 
     0: stopped as asked, every accepted request answered. 1: the engine failed, or answers were cut off by a second
     signal or by `drain_timeout_s`. While open answers end, new work gets 503 and /health goes on.
-    `make_client` is called inside the event loop; `on_ready` once, with the URL.
+    `make_client` is called inside the event loop; `on_ready` once, with the URL. A death before that is the caller's to
+    tell: it may be a wish that cannot be met.
     """
 
     async def main() -> int:
@@ -121,13 +126,24 @@ async def serve(
     context: Context = app.state.context
     config = uvicorn.Config(app, lifespan="off", log_level="warning", access_log=False, timeout_keep_alive=75)
     server = _Server(config)
+    connections = cast(Collection[Connection], server.server_state.connections)
+    allow_descriptors(context.gate.capacity)
     stop = _Stop()
     with stop.on_signals():
         http = asyncio.create_task(server.serve(sockets=[sock]))
+        reaper = asyncio.create_task(close_silent(connections, SILENT_S))
         try:
-            died = await _until_end(client, stop, http, lambda limits: on_ready(url_of(sock), limits))
+            was_ready = False
+
+            def ready(limits: EffectiveLimits) -> None:
+                nonlocal was_ready
+                was_ready = True
+                on_ready(url_of(sock), limits)
+
+            died = await _until_end(client, stop, http, ready)
             if died:
-                _log.error("the engine is dead: %s", client.error or "no reason given")
+                if was_ready:
+                    _log.error("the engine is dead: %s", client.error or "no reason given")
                 await _first_of(stop.asked.wait(), asyncio.sleep(_DEAD_GRACE_S))
             elif client.state == "ready":
                 _log.info("draining %d answers", context.gate.num_open)
@@ -138,6 +154,8 @@ async def serve(
                 if client.state in ("ready", "draining"):
                     await client.drain()
                 server.should_exit = True  # closes the listener; responses on their way are still sent
+                await asyncio.wait({http}, timeout=_NOTHING_OPEN_S)
+                hang_up(connections)  # on those whose request is not even here
                 await asyncio.shield(http)
 
             drained = await _drain(end(), context.gate, stop, 1.0 if died else drain_timeout_s)
@@ -146,9 +164,9 @@ async def serve(
             server.should_exit = True
             await client.close()  # what is still open ends with an error that its client can read
             await asyncio.wait({http}, timeout=_LAST_WORDS_S)
-            for task in (http, *server.server_state.tasks):
+            for task in (http, reaper, *server.server_state.tasks):
                 task.cancel()
-            await asyncio.gather(http, return_exceptions=True)
+            await asyncio.gather(http, reaper, return_exceptions=True)
     return 1 if died or failed or not drained else 0
 
 

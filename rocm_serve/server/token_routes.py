@@ -14,6 +14,7 @@ from rocm_serve.server.context import Context
 from rocm_serve.server.errors import ApiError, bad_request
 from rocm_serve.server.messages_text import render_messages, usable_text
 from rocm_serve.server.protocol import DetokenizeRequest, TokenizeRequest
+from rocm_serve.server.tools.request import check_tools
 from rocm_serve.tokens.tokenizer import LONG_TEXT_CHARS
 
 MAX_TEXT_MIB = 4  # of one /tokenize: a few seconds of one core
@@ -90,11 +91,15 @@ def _text_to_tokenize(body: TokenizeRequest, context: Context) -> str:
 def _text_and_source(body: TokenizeRequest, context: Context) -> tuple[str, str]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt", "missing_field")
+    if body.prompt is not None and body.tools:
+        raise bad_request("tools needs messages", "tools")
     if body.prompt is not None:
         return usable_text(body.prompt, "prompt"), "prompt"
+    check_tools(body.tools or [])
     text = render_messages(
         context,
         body.messages or [],
+        tools=body.tools or [],
         add_generation_prompt=body.add_generation_prompt,
         extra=body.chat_template_kwargs or {},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rocm_serve.tokens.tokenizer import Tokenizer
 
@@ -35,9 +35,11 @@ class Detokenizer:
         """Return what one prompt token adds. Special tokens of a prompt stay: an echo shows what was sent."""
         return self._push(self._raw_pieces[token])
 
-    def feed(self, tokens: Iterable[int]) -> str:
+    def feed(self, tokens: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
         pieces = self._pieces
+        if len(tokens) == 1:
+            return self._push(pieces[tokens[0]])
         return self._push(b"".join([pieces[token] for token in tokens]))
 
     def flush(self) -> str:

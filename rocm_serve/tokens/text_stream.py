@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rocm_serve.tokens.detokenizer import Detokenizer
 from rocm_serve.tokens.stops import StopMatcher
@@ -21,8 +22,7 @@ class TextOptions:
     track_offsets: bool = False
 
 
-@dataclass(frozen=True)
-class TextStep:
+class TextStep(NamedTuple):
     """`used`: how many of the pushed tokens belong to the answer. `offsets`: where the text of each of them begins."""
 
     text: str
@@ -38,6 +38,7 @@ class TextStream:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
         self._matcher = StopMatcher(options.stops, include_stop_text=options.include_stop_text)
         self._options = options
+        self._plain = not options.stops and not options.track_offsets
         self._num_tokens = 0
         self._decoded = 0  # characters decoded, shown or kept back; an echoed prompt counts
         self.shown = 0  # characters given out
@@ -64,8 +65,7 @@ class TextStream:
 
     def push(self, tokens: Sequence[int], *, hide_last: bool = False) -> TextStep:
         """Take the next tokens. `hide_last`: the last one ended the answer and has no text of its own."""
-        options = self._options
-        if not options.stops and not options.track_offsets:
+        if self._plain:
             self._num_tokens += len(tokens)
             text = self._detokenizer.feed(tokens[:-1] if hide_last else tokens)
             self._decoded += len(text)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as BpeTokenizer
 from rocm_serve.errors import UserError
 
 LONG_TEXT_CHARS = 8_000  # a longer text takes more than some 10 ms, and is worth a thread
+_HEAD_CHARS = 8  # for each token of a limit: few texts have so many characters a token
 _NFC_SHRINKS = 4  # no canonical composition makes a text more than 3.5 times shorter in UTF-8
 
 
@@ -95,6 +96,16 @@ class Tokenizer:
             encoding = self._bpe.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_within(self, text: str, limit: int, add_special_tokens: bool = False) -> list[int] | None:
+        """Return the ids of `text`; None for a long text whose beginning alone has clearly more than `limit` tokens.
+
+        The beginning of a text has the tokens that it has in the whole, but for the last word, which the cut may split.
+        """
+        head = _HEAD_CHARS * limit
+        if len(text) > 2 * head and len(self.encode(text[:head])) > limit + limit // 4 + 64:
+            return None
+        return self.encode(text, add_special_tokens)
 
     def max_bytes(self, num_tokens: int) -> int:
         """Return a size in UTF-8 above which no text has as few as `num_tokens` tokens, normalised (NFC) or not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +85,12 @@ class FakeEngine:
         best = np.argsort(-values, kind="stable")[:num_top]
         top = tuple(int(i) for i in best)
         return TokenLogprob(token, float(values[token]), top, tuple(float(values[i]) for i in top))
+
+    async def batches(self, request: AddRequest) -> AsyncGenerator[list[Output], None]:
+        """As `generate`, one output a time."""
+        async with aclosing(self.generate(request)) as outputs:
+            async for output in outputs:
+                yield [output]
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[Output, None]:
         self.seen.append(request)

@@ -11,6 +11,7 @@ import httpx
 
 from rocm_serve.server.app import create_app
 from rocm_serve.server.info import ServerInfo
+from rocm_serve.tokens.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.tokens.tiny import tiny_tokenizer
 
@@ -33,13 +34,16 @@ def make_info(**changes: Any) -> ServerInfo:
 
 
 def with_client(
-    talk: Callable[[httpx.AsyncClient, FakeEngine], Awaitable[None]], info: ServerInfo | None = None, **engine: Any
+    talk: Callable[[httpx.AsyncClient, FakeEngine], Awaitable[None]],
+    info: ServerInfo | None = None,
+    tokenizer: Tokenizer = TOKENIZER,
+    **engine: Any,
 ) -> None:
     """Run `talk` against a fresh app. An exception inside the app is raised here."""
 
     async def main() -> None:
         fake = FakeEngine(VOCAB, **engine)
-        transport = httpx.ASGITransport(create_app(fake, TOKENIZER, info or make_info()))
+        transport = httpx.ASGITransport(create_app(fake, tokenizer, info or make_info()))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
             await talk(client, fake)
         assert not fake.running

@@ -6,6 +6,8 @@ import httpx
 import pytest
 
 from rocm_serve.server.app import create_app
+from rocm_serve.server.info import ServerInfo
+from tests.executor.wishes import resolved
 from tests.server.fake_engine import FakeEngine
 from tests.server.http import TOKENIZER, complete, error_of, events, make_info, with_client
 
@@ -31,6 +33,16 @@ def test_models_lists_the_served_name() -> None:
         assert response.status_code == 404 and error_of(response)["code"] == "model_not_found"
 
     with_client(talk, info=make_info(served_model_name="org/tiny"))
+
+
+def test_models_says_how_the_model_is_cut() -> None:
+    info = ServerInfo.from_resolved(resolved(tp=4, ep=2, expert_exchange="all_gather"))
+
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert card["parallel"] == {"tp": 4, "pp": 1, "ep": 2, "expert_exchange": "all_gather"}
+
+    with_client(talk, info=info)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +78,24 @@ def test_a_ready_engine_is_healthy_and_ready() -> None:
     with_client(talk)
 
 
+def test_metrics_count_error_answers_by_status_but_not_probes() -> None:
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        text = (await client.get("/metrics")).text
+        assert sample(text, 'rocm_serve_http_errors_total{status="429"}') == 0
+        assert sample(text, 'rocm_serve_http_errors_total{status="503"}') == 0
+        await client.post("/v1/completions", json={"prompt": "a", "nonsense": 1})
+        await client.post("/v1/completions", content=b"[")
+        await client.get("/v1/nothing")
+        engine.state = "starting"  # type: ignore[assignment]
+        await client.post("/v1/completions", json={"prompt": "a"})
+        await client.get("/ready")
+        text = (await client.get("/metrics")).text
+        for status, count in (("400", 2), ("404", 1), ("429", 0), ("503", 1)):
+            assert sample(text, f'rocm_serve_http_errors_total{{status="{status}"}}') == count
+
+    with_client(talk)
+
+
 def test_metrics_show_the_engines_counters_and_the_requests_latencies() -> None:
     async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
         await complete(client, prompt="a", n=2, max_tokens=5, ignore_eos=True)
@@ -80,6 +110,22 @@ def test_metrics_show_the_engines_counters_and_the_requests_latencies() -> None:
         assert sample(text, "rocm_serve_request_seconds_count") == 3
         for name in ("waiting", "pages_used", "pages_total", "slots_used", "slots_total", "preemptions_total"):
             assert sample(text, f"rocm_serve_{name}") == 0
+
+    with_client(talk)
+
+
+def test_metrics_count_the_tasks_of_the_event_loop() -> None:
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        name = "rocm_serve_server_tasks"
+        before = sample((await client.get("/metrics")).text, name)
+        engine.release.clear()
+        ask = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 2}))
+        while len(engine.running) < 3:
+            await asyncio.sleep(0)
+        assert sample((await client.get("/metrics")).text, name) >= before + 4, "the request and its three answers"
+        engine.release.set()
+        await ask
+        assert sample((await client.get("/metrics")).text, name) == before
 
     with_client(talk)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -244,6 +245,24 @@ def test_an_address_in_use_is_the_users_error() -> None:
         bind("127.0.0.1", sock.getsockname()[1])
     with bind("0.0.0.0", 0) as sock:
         assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def test_small_writes_of_a_stream_leave_at_once() -> None:
+    """Without TCP_NODELAY a token waits until the client's kernel acknowledges the one before, up to 40 ms."""
+
+    async def story() -> int:
+        accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+        async with await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=sock):
+            _, client = await asyncio.open_connection(*sock.getsockname())
+            writer = await accepted
+            nodelay: int = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for end in (client, writer):
+                end.close()
+                await end.wait_closed()
+        return nodelay
+
+    with bind("127.0.0.1", 0) as sock:
+        assert asyncio.run(story())
 
 
 def test_run_makes_its_own_loop_and_returns_the_exit_code() -> None:

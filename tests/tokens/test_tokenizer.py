@@ -151,3 +151,28 @@ def test_no_text_of_so_few_tokens_is_longer_than_the_bound() -> None:
         written = "".join(sources.get(part, part) for part in parts)
         worst = max(worst, len(written.encode()) / len(char.encode()))
     assert worst >= 3 and tokenizer.max_bytes(1) >= worst * len(longest)
+
+
+@given(st.text(max_size=60), st.integers(1, 400), st.integers(1, 12))
+def test_a_text_is_given_up_by_its_beginning_only_where_the_whole_is_too_long(
+    part: str, times: int, limit: int
+) -> None:
+    tokenizer = tiny_tokenizer()
+    text = part * times
+    whole = tokenizer.encode(text)
+    ids = tokenizer.encode_within(text, limit)
+    assert ids == whole or (ids is None and len(whole) > limit)
+
+
+def test_of_a_text_that_is_far_too_long_the_beginning_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer()
+    read: list[int] = []
+    encode = tokenizer.encode
+
+    def counting(text: str, add_special_tokens: bool = False) -> list[int]:
+        read.append(len(text))
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", counting)
+    assert tokenizer.encode_within("many words " * 100_000, 1000) is None
+    assert sum(read) <= 8 * 1000
