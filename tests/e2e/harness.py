@@ -43,6 +43,7 @@ class Server:
     work_dir: Path
     flags: Sequence[str] = ()
     name: str = "tiny"
+    program: Sequence[str] = ("rocm_serve", "serve")  # what `python -m` runs
     base_url: str = ""
     ready_line: str = ""
     _process: subprocess.Popen[bytes] | None = None
@@ -61,11 +62,16 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def over(self) -> bool:
+        """It has been started and ended."""
+        return self not in LIVE and self._process is not None
+
     def start(self, ready_s: float = READY_S) -> Self:
         """Spawn, and return once /ready answers 200. Errors: ServerFailed with the server's output."""
         self.work_dir.mkdir(parents=True, exist_ok=True)
         command = [
-            *(sys.executable, "-m", "rocm_serve", "serve", "--model", str(self.model)),
+            *(sys.executable, "-m", *self.program, "--model", str(self.model)),
             *("--served-model-name", self.name, "--host", "127.0.0.1", "--port", "0", *self.flags),
         ]
         env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -90,12 +96,14 @@ class Server:
                 return False
             self.ready_line, self.base_url = found.group(0), found.group(1)
         try:
-            return httpx.get(f"{self.base_url}/ready", timeout=5).status_code == 200
+            with self.client(timeout_s=5) as client:
+                return client.get("/ready").status_code == 200
         except httpx.TransportError:
             return False
 
     def client(self, timeout_s: float = 600.0) -> httpx.Client:
-        return httpx.Client(base_url=self.base_url, timeout=timeout_s)
+        # there is no TLS, and reading the certificates that `verify` wants takes longer than many an answer
+        return httpx.Client(base_url=self.base_url, timeout=timeout_s, verify=False)
 
     def post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
         """POST JSON, expect 200, return the answer."""

@@ -37,6 +37,7 @@ class Reference:
     def __init__(self, model: Any, vocab_used: int) -> None:
         self._model = model.eval()
         self._router_logits: list[torch.Tensor] = []
+        self._noise: dict[tuple[int, ...], float] = {}
         self._top_k = getattr(model.config, "num_experts_per_tok", 0)
         self.vocab_used = vocab_used
         for name, module in model.named_modules():
@@ -57,8 +58,11 @@ class Reference:
         return torch.cat([self._forward([token], cache) for token in ids])
 
     def noise(self, ids: Sequence[int]) -> float:
-        """Return HF's own largest difference between one-shot and token-by-token on this prompt."""
-        return (self.one_shot(ids) - self.stepwise(ids)).abs().max().item()
+        """Return HF's own largest difference between one-shot and token-by-token on this prompt; computed once."""
+        key = tuple(ids)
+        if key not in self._noise:
+            self._noise[key] = (self.one_shot(ids) - self.stepwise(ids)).abs().max().item()
+        return self._noise[key]
 
     def router_gap(self, ids: Sequence[int]) -> float:
         """Return the least distance between a chosen and a rejected expert over all rows of a prefill."""

@@ -1,4 +1,7 @@
-"""Two nodes on one host: one process's bits, one orderly end, and one death for all, whoever dies and when."""
+"""Two nodes on one host: one process's bits, one orderly end, one death for all.
+
+Most ways to die are scenes of tests/two_hosts, which needs the right to make network namespaces.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ import pytest
 
 from rocm_serve.checkpoint.synthetic import make_checkpoint
 from rocm_serve.executor.heartbeat import Phase
-from rocm_serve.trace import StageTrace, read_trace
 from tests.e2e.harness import Server
 from tests.e2e.two_nodes import TwoNodes, completion, free_ports, serving
 
@@ -25,7 +27,6 @@ DEADLINE_S = 4
 ENDED_S = 15.0  # what the product promises after it has noticed
 SMALL = ["--mem-fraction", "0.3", "--max-model-len", "4096", "--max-running-requests", "4"]
 PP2 = ["--tp", "1", "--pp", "2", *SMALL]
-TP2_PP2 = ["--tp", "2", "--pp", "2", *SMALL]
 PROMPTS = [[5, 6, 7], list(range(100, 350)), [9] * 65]
 
 
@@ -75,13 +76,9 @@ def in_phase(nodes: TwoNodes, name: str, phase: Phase) -> Callable[[], bool]:
     return there
 
 
-def check_ended(nodes: TwoNodes, *, without: str = "") -> None:
-    """Both nodes end with codes that are not 0, and nothing is left."""
-    codes = nodes.end(ENDED_S)
-    assert all(code != 0 for code in codes), codes
-    for node in nodes.nodes:
-        if f"node-{node.rank}" != without:
-            assert node.process.returncode == 1
+def check_ended(nodes: TwoNodes) -> None:
+    """Both nodes end with code 1, and nothing is left."""
+    assert nodes.end(ENDED_S) == (1, 1)
 
 
 def test_two_nodes_give_the_bits_of_one_process_and_a_sigterm_on_either_ends_both(
@@ -112,43 +109,11 @@ def test_a_killed_rank_on_the_other_node_is_health_503_an_error_object_and_the_e
 
 
 @pytest.mark.slow
-def test_tensor_parallel_stages_on_two_nodes_give_the_bits_of_one_host(four_layers: Path, tmp_path: Path) -> None:
-    with Server(four_layers, tmp_path / "one", TP2_PP2) as one, one.client() as client:
-        expected = answers(client)
-    with serving(four_layers, tmp_path / "two", TP2_PP2) as nodes:
-        with nodes.client() as client:
-            assert answers(client) == expected
-        nodes.signal("node-0", signal.SIGTERM)
-        assert nodes.end(30) == (0, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rank-0", "rank-1"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_killed_or_stopped_while_loading_ends_both(
-    four_layers: Path, tmp_path: Path, name: str, how: signal.Signals
-) -> None:
-    with TwoNodes(four_layers, tmp_path, [*PP2, "--watchdog-timeout", str(DEADLINE_S)]) as nodes:
-        nodes.until(in_phase(nodes, name, Phase.LOADING), 60, "no rank was seen loading")
-        nodes.signal(name, how)
-        nodes.until(lambda: any(n.process.poll() is not None for n in nodes.nodes), DEADLINE_S + ENDED_S, "no end")
-        check_ended(nodes)
-        words = (
-            f"{name} ended with signal SIGKILL" if how is signal.SIGKILL else f"{name.replace('-', ' ')} has made no"
-        )
-        assert all(words in node.log for node in nodes.nodes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
-@pytest.mark.parametrize("name", ["rank-0", "rank-1"])
-def test_a_stopped_rank_is_found_by_the_step_deadline_and_shows_its_stack(
-    four_layers: Path, tmp_path: Path, name: str, phase: Phase
-) -> None:
+def test_a_stopped_rank_is_found_by_the_step_deadline_and_shows_its_stack(four_layers: Path, tmp_path: Path) -> None:
+    name, phase = "rank-1", Phase.DECODE
     flags = [*PP2, "--watchdog-timeout", str(DEADLINE_S)]
     with serving(four_layers, tmp_path, flags) as nodes:
-        prompt = [5] * (4000 if phase is Phase.PREFILL else 3)
-        with a_request(nodes, prompt, max_tokens=50 if phase is Phase.PREFILL else 2000) as got:
+        with a_request(nodes, [5] * 3, max_tokens=2000) as got:
             nodes.until(in_phase(nodes, name, phase), 30, f"no {phase.words} step")
             nodes.signal(name, signal.SIGSTOP)
             nodes.until(lambda: nodes.health() == 503, DEADLINE_S + 10, "/health still well")
@@ -160,22 +125,16 @@ def test_a_stopped_rank_is_found_by_the_step_deadline_and_shows_its_stack(
         owner = nodes.nodes[int(name[-1])]
         assert f"[{name}] stacks" in owner.log and "most recent call first" in owner.log
         if f"({phase.words})" in message:  # else the step ended before the signal came
-            assert "backbone.py" in owner.log, "the stack says where in the model"
+            assert "executor/worker.py" in owner.log and "in _run" in owner.log, "the stack says where in the step"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["node-0", "node-1", "core"])
-def test_whoever_else_is_killed_ends_everything(four_layers: Path, tmp_path: Path, name: str) -> None:
+def test_a_killed_core_ends_everything(four_layers: Path, tmp_path: Path) -> None:
     with serving(four_layers, tmp_path, PP2) as nodes:
-        with a_request(nodes, [5, 6, 7], max_tokens=2000) if name != "node-0" else no_request() as got:
-            nodes.signal(name, signal.SIGKILL)
-        check_ended(nodes, without=name)
-        assert all("error" in answer for answer in got)
-
-
-@contextmanager
-def no_request() -> Iterator[list[dict[str, Any]]]:
-    yield []
+        with a_request(nodes, [5, 6, 7], max_tokens=2000) as got:
+            nodes.signal("core", signal.SIGKILL)
+        check_ended(nodes)
+        assert "error" in got[0]
 
 
 @pytest.mark.slow
@@ -195,22 +154,6 @@ def test_a_frozen_supervisor_is_noticed_by_its_silence_and_a_stopped_core_by_the
         nodes.until(lambda: nodes.health() == 503, DEADLINE_S + 10, "/health still well")
         check_ended(nodes)
         assert "the engine core has made no progress" in nodes.nodes[1].log
-
-
-@pytest.mark.slow
-def test_a_step_longer_than_the_deadline_is_no_death_as_long_as_its_layers_move(tmp_path: Path) -> None:
-    deadline_s = 3
-    model = make_checkpoint(tmp_path / "deep", "text-bf16", "none", seed=11, layers=32)
-    flags = [*PP2, "--watchdog-timeout", str(deadline_s), "--chunked-prefill-size", "1024"]
-    flags += ["--trace", str(tmp_path / "trace")]
-    with serving(model, tmp_path / "two", flags) as nodes:
-        with nodes.client() as client:
-            answer = completion(client, [5] * 1024, max_tokens=2)
-        assert "error" not in answer, answer
-        nodes.signal("node-0", signal.SIGTERM)
-        assert nodes.end(30) == (0, 0)
-    steps = read_trace(tmp_path / "trace" / "rank-0.jsonl", StageTrace)
-    assert max(step.ended_ns - step.started_ns for step in steps) > deadline_s * 1e9, "too short to prove anything"
 
 
 def test_a_node_that_waits_says_so_and_gives_up_after_dist_timeout(four_layers: Path, tmp_path: Path) -> None:

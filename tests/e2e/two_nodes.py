@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,15 +30,15 @@ READY_S = 180.0
 PORTS = 4
 
 
-def free_ports() -> int:
-    """Find a port that is free together with the next three, on the loopback's second address."""
+def free_ports(host: str = "127.0.0.2") -> int:
+    """Find a port that is free together with the next three, on the loopback's second address if not on another."""
     while True:
         with ExitStack() as held, socket.socket() as first:
-            first.bind(("127.0.0.2", 0))
+            first.bind((host, 0))
             port = int(first.getsockname()[1])
             try:
                 for other in range(port + 1, port + PORTS):
-                    held.enter_context(socket.socket()).bind(("127.0.0.2", other))
+                    held.enter_context(socket.socket()).bind((host, other))
             except OSError:
                 continue
             return port
@@ -100,12 +101,17 @@ class TwoNodes:
 
     def start_by(self, launcher: Sequence[str], *more: str, rank: int = 0) -> Node:
         """Start `launcher... rocm_serve serve ...`; its output is one log."""
-        self.work_dir.mkdir(parents=True, exist_ok=True)
         command = [
             *(*launcher, "rocm_serve", "serve", "--model", str(self.model)),
             *("--served-model-name", self.name, "--host", "127.0.0.1", "--port", "0", *self.flags, *more),
         ]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **self.env.get(rank, {})}
+        return self.spawn(rank, command)
+
+    def spawn(self, rank: int, command: Sequence[str], more_env: Mapping[str, str] | None = None) -> Node:
+        """Start a node by a command of its own."""
+        self.work_dir.mkdir(parents=True, exist_ok=True)
+        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        env |= {**(more_env or {}), **self.env.get(rank, {})}
         log = self.work_dir / f"node-{rank}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -130,13 +136,15 @@ class TwoNodes:
                     one.wait()
                 elif one.is_running():
                     one.kill()
-        if error is not None:
-            for node in self.nodes:
+        for node in self.nodes:
+            if error is not None:
                 error.add_note(f"--- output of node {node.rank}\n{node.log[-6000:]}")
+            elif node.run_dir:  # kept after a failure
+                shutil.rmtree(node.run_dir, ignore_errors=True)
 
     @property
     def base_url(self) -> str:
-        found = re.search(r"ready: (http://127\.0\.0\.1:\d+)", self.nodes[0].log)
+        found = re.search(r"ready: (http://\S+) serves", self.nodes[0].log)
         return found[1] if found else ""
 
     def await_ready(self) -> None:
@@ -185,7 +193,8 @@ class TwoNodes:
     def health(self) -> int:
         """Status of /health; 0 when nobody answers."""
         try:
-            return httpx.get(f"{self.base_url}/health", timeout=5).status_code
+            with self.client(5) as client:
+                return client.get("/health").status_code
         except httpx.TransportError:
             return 0
 
