@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def test_relative_links_of_the_documents_lead_somewhere() -> None:
         for link in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
             if "://" not in link:
                 assert (document.parent / link).exists(), f"{document.name} links to {link}"
+
+
+@pytest.mark.parametrize("name", ["expert_parallel.md"])
+def test_flags_that_a_page_names_exist(name: str) -> None:
+    surface = json.loads((ROOT / "tests/golden/surface.json").read_text(encoding="utf-8"))
+    known = {flag for options in surface["commands"].values() for flag in options}
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", (ROOT / "docs" / name).read_text(encoding="utf-8")))
+    assert named and named <= known, sorted(named - known)
 
 
 def test_ci_runs_what_the_rules_name() -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import msgspec
+import typer
 
 from rocm_serve.cli import app
+from rocm_serve.config import aliases
 from rocm_serve.config.load import FIELDS, flag_name
 from rocm_serve.config.schema import ServeConfig
 
@@ -28,9 +30,11 @@ PROMISED = (
 
 def surface() -> dict[str, Any]:
     """Describe every command's options and every field of the configuration."""
+    groups = [(f"{one.typer_instance.info.name} ", one.typer_instance) for one in app.registered_groups]
     commands = {
-        (command.name or command.callback.__name__.replace("_", "-")): options_of(command.callback)
-        for command in app.registered_commands
+        before + (command.name or command.callback.__name__.replace("_", "-")): options_of(command.callback)
+        for before, of in [("", app), *groups]
+        for command in of.registered_commands
         if command.callback is not None
     }
     hints = get_type_hints(ServeConfig)
@@ -38,13 +42,17 @@ def surface() -> dict[str, Any]:
         name: {"type": str(hints[name]).replace("typing.", ""), "default": default_of(field)}
         for name, field in FIELDS.items()
     }
-    return {"commands": commands, "config": config}
+    spellings = dict(aliases.SPELLINGS) | dict(aliases.SWITCHES)
+    spellings |= {flag: f"{key}={value}" for flag, (key, value) in aliases.SETTINGS.items()}
+    return {"commands": commands, "config": config, "spellings": spellings}
 
 
 def options_of(callback: Callable[..., Any]) -> dict[str, Any]:
     hints = get_type_hints(callback, include_extras=True)
     options = {}
     for name, parameter in inspect.signature(callback).parameters.items():
+        if hints[name] is typer.Context:
+            continue
         kind, option = get_args(hints[name])[:2]
         # Inside Annotated, typer keeps the first spelling where a default would be.
         spellings = [word for word in (option.default, *(option.param_decls or ())) if isinstance(word, str)]
