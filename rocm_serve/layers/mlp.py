@@ -24,6 +24,6 @@ class GatedMLP(nn.Module):
         """Return this rank's addend, for a caller that has more to add before the collective."""
         return self.down_proj.partial(self.ops.silu_mul(self.gate_up_proj(x_TH)))
 
-    def forward(self, x_TH: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> torch.Tensor:
         """Run all rows; `num_rows` is for layers that can leave padding out."""
         return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x_TH)))

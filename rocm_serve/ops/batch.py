@@ -111,7 +111,11 @@ class StageCache:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step as the model sees it. Rows N..T are padding: token 0, position 0, ignored by every sequence op."""
+    """One step as the model sees it. Rows N..T are padding: token 0, position 0, ignored by every sequence op.
+
+    A decode batch of fixed size has more padding among the N: sequences of one row on the dummy slot, at position 0,
+    with a negative `kv_index`, which is not written. `live_rows` then says how many of the first rows are requests'.
+    """
 
     token_ids_T: torch.Tensor  # int64
     positions_T: torch.Tensor  # int64
@@ -119,7 +123,13 @@ class ForwardBatch:
     sequences: Sequences
     cache: StageCache
     replay: Replay | None = None  # None: no sequence has drafts in this step or had any accepted in its last one
+    live_rows: torch.Tensor | None = None  # int32 [1]; None: all N
 
     @property
     def num_rows(self) -> int:
         return self.sequences.num_rows
+
+    @property
+    def rows_of_requests(self) -> int | torch.Tensor:
+        """Return how many rows are no padding, as the host or else the device knows it."""
+        return self.num_rows if self.live_rows is None else self.live_rows

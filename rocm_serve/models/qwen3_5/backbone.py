@@ -100,7 +100,7 @@ class DecoderLayer(nn.Module):
         mixer = self.self_attn if self.full_attention else self.linear_attn
         mixed_TH = mixer(self.input_layernorm(hidden_TH), batch)
         normed_TH = self.post_attention_layernorm.add(mixed_TH, hidden_TH)
-        hidden_TH += self.mlp(normed_TH, batch.num_rows)
+        hidden_TH += self.mlp(normed_TH, batch.rows_of_requests)
         return hidden_TH
 
 
