@@ -24,7 +24,7 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Share of drafted tokens that were accepted: what was measured, and between what a server's may lie."""
+    """Share of first drafts that were accepted: what was measured, and between what a server's may lie."""
 
     measured: float
     low: float

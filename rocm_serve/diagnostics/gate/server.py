@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rocm_serve.diagnostics.gate.reasons import reason
+from rocm_serve.diagnostics.gate.verdict import Drafts
 from rocm_serve.errors import UserError
 
 POLL_S: Final = 5.0
@@ -27,9 +28,18 @@ _PATHS = ("/completions", "/chat", "/models", "/health", "/metrics", "/v1")  # t
 # As the recorder and lm-eval ask: past any proxy of the environment.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _START = "process_start_time_seconds"
-# Counters of drafted and of accepted tokens: ours, vLLM's.
-DRAFTED = ("rocm_serve_draft_tokens_total", "vllm:spec_decode_num_draft_tokens_total")
-ACCEPTED = ("rocm_serve_accepted_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
+# Counters of verified and of accepted drafts, each with the label it is read at: ours, vLLM's; last those that count
+# drafts of all places together.
+_DRAFTS = (
+    ("rocm_serve_draft_tokens_by_position_total", 'position="1"'),
+    ("vllm:spec_decode_num_drafts_total", ""),
+    ("vllm:spec_decode_num_draft_tokens_total", ""),
+)
+_ACCEPTED = (
+    ("rocm_serve_accepted_draft_tokens_by_position_total", 'position="1"'),
+    ("vllm:spec_decode_num_accepted_tokens_per_pos_total", 'position="0"'),
+    ("vllm:spec_decode_num_accepted_tokens_total", ""),
+)
 
 Metrics = dict[str, float]
 
@@ -199,19 +209,18 @@ def fallen(before: Metrics, after: Metrics, counters: Container[str]) -> str | N
     return None
 
 
-def drafted(before: Metrics, after: Metrics) -> tuple[float, float] | None:
-    """Return drafted and accepted tokens between two snapshots, or None for a server that does not draft."""
-    for drafts, accepts in zip(DRAFTED, ACCEPTED, strict=True):
-        if _sum(after, drafts) is not None:
-            made = (_sum(after, drafts) or 0.0) - (_sum(before, drafts) or 0.0)
-            taken = (_sum(after, accepts) or 0.0) - (_sum(before, accepts) or 0.0)
-            return made, taken
+def drafted(before: Metrics, after: Metrics) -> Drafts | None:
+    """Return the drafts between two snapshots, first ones where they are counted; None: the server does not draft."""
+    for counters in zip(_DRAFTS, _ACCEPTED, strict=True):
+        if None not in [_sum(after, *one) for one in counters]:
+            made, accepted = ((_sum(after, *one) or 0.0) - (_sum(before, *one) or 0.0) for one in counters)
+            return Drafts(made, accepted, first=counters[0] is not _DRAFTS[-1])
     return None
 
 
-def _sum(metrics: Metrics, name: str) -> float | None:
-    """Add a counter up over its labels; None when it is not there."""
-    values = [value for sample, value in metrics.items() if sample.partition("{")[0] == name]
+def _sum(metrics: Metrics, name: str, label: str) -> float | None:
+    """Add a counter up over its other labels; None when it is not there."""
+    values = [value for sample, value in metrics.items() if sample.partition("{")[0] == name and label in sample]
     return sum(values) if values else None
 
 

@@ -23,8 +23,23 @@ _TRUNCATED_SHARE: Final = 0.05
 _LEAST_ACCEPTANCE: Final = (
     0.5  # of a reference that states none: a drafter below it is broken, or costs more than it brings
 )
-_LEAST_DRAFTS: Final = 100  # tokens; fewer say nothing about acceptance
+_LEAST_DRAFTS: Final = 100  # fewer say nothing about acceptance
 _POWER: Final = 0.9
+
+
+class Drafts(msgspec.Struct, frozen=True):
+    """Drafts that were verified in a run, and how many of them were accepted.
+
+    `first`: of each verification only the first draft, which is what references state; later ones are seldom right.
+    """
+
+    made: float
+    accepted: float
+    first: bool = True
+
+    @property
+    def words(self) -> str:
+        return "first drafts" if self.first else "drafted tokens"
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +49,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[Sample]
     problems: list[str]  # that were found on the way
     answers: dict[str, Answer]  # by prompt_hash
-    drafts: tuple[float, float] | None = None  # drafted and accepted tokens; None for a server that does not draft
+    drafts: Drafts | None = None  # None for a server that does not draft
 
 
 class Paired(msgspec.Struct, frozen=True):
@@ -235,12 +250,12 @@ def _acceptance_rule(
     if run.drafts is None:
         notes.append("the server has no counters of drafted tokens: acceptance was not looked at")
         return None
-    made, taken = run.drafts
+    made, accepted, words = run.drafts.made, run.drafts.accepted, run.drafts.words
     if made < _LEAST_DRAFTS:
-        failed.append(f"the server counts drafts, but drafted {made:.0f} tokens in this run: the drafter is dead")
+        failed.append(f"the server counts drafts, but verified {made:.0f} {words} in this run: the drafter is dead")
         return None
-    share = taken / made
-    sentence = f"{taken:.0f} of {made:.0f} drafted tokens accepted = {share:.3f}, legal {low:g} to {high:g}"
+    share = accepted / made
+    sentence = f"{accepted:.0f} of {made:.0f} {words} accepted = {share:.3f}, legal {low:g} to {high:g}"
     (passed if low <= share <= high else failed).append(sentence)
     return share
 

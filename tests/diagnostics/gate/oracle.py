@@ -32,7 +32,7 @@ class Oracle:
     fail_every: int = 0  # every n-th request gets 503
     delay_s: float = 0.0
     api_key: str = ""
-    accepted: float | None = None  # share of drafts; None: no counters of drafts
+    accepted: float | None = None  # share of first drafts; None: no counters of drafts
     asked: list[dict[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,8 +89,10 @@ class Oracle:
         lines += [f"rocm_serve_finished_requests_total {self.answered}"]
         if self.accepted is not None:
             drafts = DRAFTS_OF_AN_ANSWER * self.answered
-            lines.append(f"rocm_serve_draft_tokens_total {drafts}")
-            lines.append(f"rocm_serve_accepted_draft_tokens_total {drafts * self.accepted}")
+            for place, share in ((1, self.accepted), (2, self.accepted / 4)):
+                label = f'{{position="{place}"}}'
+                lines.append(f"rocm_serve_draft_tokens_by_position_total{label} {drafts}")
+                lines.append(f"rocm_serve_accepted_draft_tokens_by_position_total{label} {drafts * share}")
         return "\n".join(lines) + "\n"
 
 

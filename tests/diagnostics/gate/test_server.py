@@ -22,6 +22,7 @@ from rocm_serve.diagnostics.gate.server import (
     filled,
     parse_metrics,
 )
+from rocm_serve.diagnostics.gate.verdict import Drafts
 from rocm_serve.errors import UserError
 from tests.diagnostics.gate.oracle import Oracle, Serving, write_data
 
@@ -187,11 +188,29 @@ def test_what_a_server_does_not_tell_is_no_change() -> None:
     assert len(changes(filled(known, silent), Identity(model="a", version="2", started="5"))) == 1
 
 
-def test_drafted_and_accepted_tokens_of_a_run_alone() -> None:
-    before = {"rocm_serve_draft_tokens_total": 100.0, "rocm_serve_accepted_draft_tokens_total": 10.0}
-    after = {"rocm_serve_draft_tokens_total": 300.0, "rocm_serve_accepted_draft_tokens_total": 180.0}
-    assert drafted(before, after) == (200.0, 170.0)
-    assert drafted({}, {'vllm:spec_decode_num_draft_tokens_total{engine="0"}': 7.0}) == (7.0, 0.0)
+def ours(*places: tuple[float, float]) -> dict[str, float]:
+    """Counters of drafts that were made and accepted, by place, and over all places as well."""
+    page = {}
+    for name, counts in zip(("draft_tokens", "accepted_draft_tokens"), zip(*places, strict=True), strict=True):
+        page[f"rocm_serve_{name}_total"] = sum(counts)
+        page |= {f'rocm_serve_{name}_by_position_total{{position="{i}"}}': n for i, n in enumerate(counts, 1)}
+    return page
+
+
+def vllm(name: str, value: float, labels: str = "") -> dict[str, float]:
+    return {f'vllm:spec_decode_num_{name}_total{{engine="0",model_name="m"{labels}}}': value}
+
+
+def test_first_drafts_of_a_run_alone() -> None:
+    """A reference states the acceptance of first drafts; with three a step, that of all of them is another number."""
+    before, after = ours((100, 10), (90, 1)), ours((300, 180), (290, 9))
+    assert drafted(before, after) == Drafts(200.0, 170.0, first=True)
+    sums = vllm("draft_tokens", 21.0) | vllm("accepted_tokens", 8.0)
+    assert drafted({}, sums) == Drafts(21.0, 8.0, first=False), "where nothing else is told"
+    places = vllm("accepted_tokens_per_pos", 6.0, ',position="0"') | vllm(
+        "accepted_tokens_per_pos", 2.0, ',position="1"'
+    )
+    assert drafted({}, sums | vllm("drafts", 7.0) | places) == Drafts(7.0, 6.0, first=True)
     assert drafted({}, {"rocm_serve_generation_tokens_total": 5.0}) is None
 
 

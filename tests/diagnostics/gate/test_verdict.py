@@ -10,7 +10,7 @@ import pytest
 
 from rocm_serve.diagnostics.gate.reference import Acceptance, Published, read_reference, write_reference
 from rocm_serve.diagnostics.gate.samples import prompts_sha256
-from rocm_serve.diagnostics.gate.verdict import Run, judge
+from rocm_serve.diagnostics.gate.verdict import Drafts, Run, judge
 from tests.diagnostics.gate import made
 
 N = 200
@@ -70,7 +70,7 @@ def test_an_invalid_run_or_a_second_failure_asks_for_no_rerun(path: Path) -> Non
     reference = made.floor_only(path, 0.9507)
     run = made.run(1319, range(87))
     assert not judge(msgspec.structs.replace(run, problems=["the server was restarted"]), reference).wants_rerun
-    assert not judge(msgspec.structs.replace(run, drafts=(1000.0, 10.0)), reference).wants_rerun
+    assert not judge(msgspec.structs.replace(run, drafts=Drafts(1000.0, 10.0)), reference).wants_rerun
 
 
 def test_an_invalid_rerun_is_no_pass(path: Path) -> None:
@@ -181,21 +181,21 @@ def test_the_filter_of_the_protocol_is_the_one_that_is_judged(path: Path) -> Non
     ("drafts", "stated", "outcome"),
     [
         (None, None, "pass"),
-        ((1000.0, 855.0), None, "pass"),
-        ((1000.0, 499.0), None, "fail"),
-        ((0.0, 0.0), None, "fail"),
-        ((1000.0, 855.0), Acceptance(0.855, 0.7, 0.95), "pass"),
-        ((1000.0, 699.0), Acceptance(0.855, 0.7, 0.95), "fail"),
-        ((1000.0, 1000.0), Acceptance(0.855, 0.7, 0.95), "fail"),
+        (Drafts(1000.0, 855.0), None, "pass"),
+        (Drafts(1000.0, 499.0), None, "fail"),
+        (Drafts(0.0, 0.0), None, "fail"),
+        (Drafts(1000.0, 855.0), Acceptance(0.855, 0.7, 0.95), "pass"),
+        (Drafts(1000.0, 699.0), Acceptance(0.855, 0.7, 0.95), "fail"),
+        (Drafts(1000.0, 1000.0), Acceptance(0.855, 0.7, 0.95), "fail"),
     ],
 )
-def test_acceptance(path: Path, drafts: tuple[float, float] | None, stated: Acceptance | None, outcome: str) -> None:
+def test_acceptance(path: Path, drafts: Drafts | None, stated: Acceptance | None, outcome: str) -> None:
     run = made.run(N, drafts=drafts)
     assert judge(run, made.paired(path, N, acceptance=stated)).outcome == outcome
 
 
 def test_a_dead_drafter_is_named(path: Path) -> None:
-    (why,) = judge(made.run(N, drafts=(0.0, 0.0)), made.paired(path, N)).failed
+    (why,) = judge(made.run(N, drafts=Drafts(0.0, 0.0)), made.paired(path, N)).failed
     assert "the drafter is dead" in why
 
 
