@@ -46,7 +46,7 @@ class Qwen3_5ForCausalLMMTP(nn.Module):
         self._decoder = (decoder,)
         own = decoder.embed_tokens
         assert (own is None) != (embed is None), "exactly one embedding: the main model's or an own copy"
-        self._embed = embed or own
+        self._embed = embed if own is None else own.forward  # not the module: it is held by one name
         self._head = head
 
     @property
