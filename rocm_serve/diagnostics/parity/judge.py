@@ -69,7 +69,8 @@ class Judged(msgspec.Struct):
     index: int
     prompt_tokens: int
     new_tokens: int
-    noise_of_a: float  # between all at once and token by token
+    noise_of_a: float  # between all at once and token by token, at the position where that is most
+    median_noise_of_a: float
     bar: float
     worst: float
     worst_at: int
@@ -117,7 +118,8 @@ def judge(
     """Judge every prompt. `noise` replaces A's own in the bar. `ties`: prompt -> row from which nothing is judged."""
     found = []
     for i, (one, repeated, other) in enumerate(zip(a, again, b, strict=True)):
-        own = max(differences(one, repeated))
+        noises = differences(one, repeated)
+        own = max(noises)
         bar = rule.bar(own if noise is None else noise[i])
         tie = ties.get(i)
         apart = differences(one, other)[:tie]  # entry j is of position j + 1 and comes out of row j
@@ -129,6 +131,7 @@ def judge(
                 prompt_tokens=one.prompt_len,
                 new_tokens=len(one.ids) - one.prompt_len,
                 noise_of_a=own,
+                median_noise_of_a=median(noises),
                 bar=bar,
                 worst=worst,
                 worst_at=apart.index(worst) + 1 if apart else 0,

@@ -24,11 +24,7 @@ def show(parity: Parity, console: Console) -> None:
 
 def sentences(parity: Parity) -> Iterator[str]:
     """Say the verdict, and what it rests on."""
-    if any(one.noise_of_a > one.bar for one in parity.prompts):
-        yield (
-            "A differs from itself, all at once against token by token, by more than the bar:"
-            " one of its two forms is wrong, or it is not deterministic"
-        )
+    yield from _own_noise(parity)
     for one in parity.prompts:
         if one.near_tie is not None:
             yield (
@@ -45,6 +41,25 @@ def sentences(parity: Parity) -> Iterator[str]:
         return
     first = divergence.first
     yield f"differ: {where(first)}: {_size(first)} ({divergence.how})"
+
+
+def _own_noise(parity: Parity) -> Iterator[str]:
+    """Say that A's two forms differ. Under a rule of medians single positions may, and prove nothing."""
+    by_median = parity.rule.of == "median"
+    noise = [one.median_noise_of_a if by_median else one.noise_of_a for one in parity.prompts]
+    if any(own > one.bar for own, one in zip(noise, parity.prompts, strict=True)):
+        yield (
+            "A differs from itself, all at once against token by token, by more than the bar:"
+            " one of its two forms is wrong, or it is not deterministic"
+        )
+        return
+    moved = [str(one.index) for one in parity.prompts if one.noise_of_a > one.bar]
+    if moved:
+        prompts = f"prompt{'s' * (len(moved) > 1)} {', '.join(moved)}"
+        yield (
+            f"A's own noise is above the bar at single positions of {prompts}, its medians are not: rounding rows"
+            " does that, where an expert's choice or a code flips"
+        )
 
 
 def where(apart: Apart) -> str:
