@@ -1,0 +1,88 @@
+"""Which ops are measured at which sizes, the ones with an aim first, and how one of them is judged and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from evals.bench_gpu import op_cases
+from evals.bench_gpu.floor import Ceilings
+from evals.bench_gpu.op_cases import Case
+from evals.bench_gpu.operands import Bench
+from evals.bench_gpu.records import OpRecord
+from evals.bench_gpu.timing import Timing, time_calls
+
+ERROR_LIMIT = 5e-3  # relative L2, bf16
+MANY_ROWS = (4096, 8192, 16384)
+_LINEARS = ("in_proj_qkvz", "out_proj", "qkv_proj", "o_proj", "gate", "shared gate_up", "shared down")
+_AIMED_CONTEXTS = (8192, 65536)  # of attention, at a batch of 16
+
+Make = Callable[[Bench], Case]
+
+
+def op_points(batches: Sequence[int], contexts: Sequence[int], many: Sequence[int] = MANY_ROWS) -> Iterator[Make]:
+    """Yield what makes each case: ops with an aim, then the rest; a batch of 8 comes last of all."""
+    ordered = sorted(batches, key=lambda b: (b == 8, b))
+    if 16 in batches:
+        yield from (partial(op_cases.attention, rows=16, context=context) for context in _AIMED_CONTEXTS)
+    for rows in ordered:
+        yield partial(op_cases.experts, rows=rows)
+        yield partial(op_cases.gdn, rows=rows)
+    for rows in many:
+        yield partial(op_cases.norms, rows=rows, residual=False)
+        yield partial(op_cases.norms, rows=rows, residual=True)
+        yield partial(op_cases.kv_write, rows=rows)
+        yield partial(op_cases.quantise, rows=rows)
+    for rows in ordered:
+        for name in _LINEARS:
+            yield partial(op_cases.linear, rows=rows, name=name)
+        yield partial(op_cases.head, rows=rows)
+        yield partial(op_cases.conv, rows=rows)
+        yield partial(op_cases.route, rows=rows)
+        yield partial(op_cases.norms, rows=rows, residual=True)
+    for context in contexts:
+        for rows in ordered:
+            if (rows, context) not in {(16, aimed) for aimed in _AIMED_CONTEXTS} and (context < 32768 or rows <= 64):
+                yield partial(op_cases.attention, rows=rows, context=context)
+
+
+@torch.inference_mode()
+def measure(bench: Bench, shape: str, make: Make, ceilings: Ceilings) -> OpRecord:
+    """Judge one case and time it and its peers; ours once more after the peers, so that a drift shows."""
+    case = make(bench)
+    for call in case.calls:
+        call()
+    error = case.check()
+    ours = time_calls(case.calls, bench.device)
+    peers = {name: _timed(calls, bench.device) for name, calls in case.peers.items()}
+    again = time_calls(case.calls, bench.device) if peers else ours
+    best = min(ours, again, key=lambda one: one.median)
+    least = case.cost.seconds(ceilings) * 1e6
+    provider = bench.ops.providers["linear" if case.op.startswith("lm_head") else case.op].name
+    return OpRecord(
+        shape=shape,
+        op=case.op,
+        what=case.what,
+        provider=provider,
+        us=best.median,
+        low=best.low,
+        high=best.high,
+        drift=abs(ours.median - again.median) / best.median,
+        how=best.how,
+        nbytes=case.cost.nbytes,
+        operations=case.cost.bf16 + case.cost.fp8,
+        floor_us=least,
+        ratio=least / best.median,
+        error=error,
+        right=error <= ERROR_LIMIT,
+        distinct=case.distinct,
+        peers={name: timing.median for name, timing in peers.items()},
+    )
+
+
+def _timed(calls: Sequence[Callable[[], object]], device: torch.device) -> Timing:
+    for call in calls:
+        call()
+    return time_calls(calls, device)

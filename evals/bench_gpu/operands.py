@@ -1,0 +1,103 @@
+"""Operands of ops on the device, in sets that are gone through in turn so that no cache holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from evals.bench_gpu import weights
+from rocm_serve.checkpoint.synthetic_configs import Dims
+from rocm_serve.ops.batch import Sequences
+from rocm_serve.ops.bind import BoundOps
+
+CYCLE_BYTES = 256 << 20  # more than four times the L2 of an H200, and MI300X's Infinity Cache
+SLOTS = 512  # a pool of states of which a batch takes random ones
+_MOST_SETS = 128
+SAMPLED_ROWS = 6  # that are held against the reference
+
+
+class Bench:
+    """A shape, bound ops, and random numbers on one device."""
+
+    def __init__(
+        self, dims: Dims, ops: BoundOps, device: torch.device, dtype: torch.dtype, fp8: torch.dtype, seed: int
+    ) -> None:
+        self.dims, self.ops, self.device, self.dtype, self.fp8 = dims, ops, device, dtype, fp8
+        self.g = torch.Generator(device).manual_seed(seed)
+
+    @property
+    def small(self) -> bool:
+        """Whether this is a CPU, where a benchmark is a test of itself."""
+        return self.device.type == "cpu"
+
+    def sets(self, nbytes: float, least: int = 2) -> int:
+        """Return how many sets of so many bytes are gone through in turn."""
+        wanted = 0 if self.small else -(-CYCLE_BYTES // max(1, int(nbytes)))
+        return min(max(least, wanted), _MOST_SETS)
+
+    def rows(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return normally distributed numbers on the device."""
+        made = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return made.normal_(0.0, scale, generator=self.g)
+
+    def order(self, count: int) -> torch.Tensor:
+        """Return the numbers below `count` in random order."""
+        return torch.randperm(count, generator=self.g, device=self.device)
+
+    def sample(self, rows: int) -> list[int]:
+        """Choose rows that are held against the reference: the first, the last, some between."""
+        picked = self.order(rows)[:SAMPLED_ROWS].tolist()
+        return sorted({0, rows - 1, *picked})[: SAMPLED_ROWS + 2]
+
+    @cached_property
+    def experts(self) -> list[dict[str, torch.Tensor]]:
+        """Two layers of routed experts as the bound provider reads them."""
+        d = self.dims
+        layers = []
+        for _ in range(2):
+            made = {"dtype": self.fp8, "device": self.device, "g": self.g}
+            w13, w13_scale = weights.fp8_weight(d.experts, 2 * d.expert_width, d.hidden, **made)
+            w2, w2_scale = weights.fp8_weight(d.experts, d.hidden, d.expert_width, **made)
+            layers.append({"w13_EIH": w13, "w2_EHI": w2, "w13_scale": w13_scale, "w2_scale": w2_scale})
+        return layers
+
+    def choices(self, rows: int, sets: int) -> list[torch.Tensor]:
+        """Return sets of int32 ids [rows, top_k], uniform; a single row's sets share no expert as long as they can."""
+        e, k = self.dims.experts, self.dims.top_k
+        if rows == 1:
+            deck = torch.cat([self.order(e) for _ in range(-(-sets * k // e) + 1)])
+            return [deck[i : i + k].view(1, k).to(torch.int32) for i in _starts(e, k, sets)]
+        drawn = torch.rand(sets, rows, e, generator=self.g, device=self.device)
+        return list(drawn.topk(k, dim=-1).indices.to(torch.int32).unbind(0))
+
+    def decoding(self, slots: Sequence[int], context: int, table_BP: torch.Tensor | None = None) -> Sequences:
+        """Return sequences of one row each, `context` tokens before it."""
+        rows = len(slots)
+        made = {"dtype": torch.int32, "device": self.device}
+        return Sequences(
+            row_starts=tuple(range(rows + 1)),
+            contexts=(context,) * rows,
+            slots=tuple(slots),
+            num_recurrent=rows,
+            row_starts_B1=torch.arange(rows + 1, **made),
+            contexts_B=torch.full((rows,), context, **made),
+            slots_B=torch.tensor(list(slots), **made),
+            page_table_BP=torch.empty(rows, 0, **made) if table_BP is None else table_BP,
+        )
+
+
+def _starts(experts: int, top_k: int, sets: int) -> list[int]:
+    """Return where runs of top_k begin in shuffled decks laid end to end; no run lies across two decks."""
+    each = experts // top_k
+    return [i // each * experts + i % each * top_k for i in range(sets)]
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return |a - b| / |b|; infinite where one is not finite."""
+    g, e = got.double(), expected.double()
+    if not bool(g.isfinite().all()):
+        return float("inf")
+    size = float(e.norm())
+    return float((g - e).norm()) / size if size else float((g - e).abs().sum())

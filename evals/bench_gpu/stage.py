@@ -1,0 +1,130 @@
+"""One rank's model with random weights, built of the engine's own parts: no files, no probes of providers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from evals.bench_gpu import weights
+from evals.bench_gpu.shapes import facts_of
+from rocm_serve.config.experts import expert_plan
+from rocm_serve.config.resolve import resolve
+from rocm_serve.config.schema import Resolved, ServeConfig
+from rocm_serve.executor import memory
+from rocm_serve.executor.binding import op_facts
+from rocm_serve.executor.experts import build_exchanges
+from rocm_serve.executor.loading import MODEL_DTYPES, LoadedStage, dialect_of
+from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, stage_params
+from rocm_serve.models.registry import build_model
+from rocm_serve.ops.bind import BoundOps, bind_ops
+from rocm_serve.ops.fp8 import FP8_DTYPES
+from rocm_serve.parallel.comm import SoloComm
+from rocm_serve.parallel.layout import Param
+from rocm_serve.parallel.mesh import Coord, Mesh
+from rocm_serve.platform.facts import Platform
+from rocm_serve.platform.probe import free_ram_bytes, gpus_seen_by_torch
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What is fixed before any weight exists: the one rank of a shape on this machine."""
+
+    name: str
+    facts: ModelFacts
+    resolved: Resolved
+    coord: Coord
+    params: Mapping[str, Param]
+    ops: BoundOps
+    device: torch.device
+    arch: str
+    compute_units: int
+
+
+def device_here() -> torch.device:
+    """Return the first GPU, or the CPU of a machine without one."""
+    return torch.device("cpu" if gpus_seen_by_torch().kind == "none" else "cuda:0")
+
+
+def rank_of(
+    name: str,
+    *,
+    running: int,
+    longest: int,
+    op: Mapping[str, str] | None = None,
+    eager: bool = False,
+    kv_cache_dtype: str = "auto",
+) -> Rank:
+    """Decide what a start would decide, and bind ops by the table of this machine. Errors: UserError."""
+    facts = facts_of(name)
+    gpus = gpus_seen_by_torch()
+    device = device_here()
+    platform = Platform(
+        device="cpu" if gpus.kind == "none" else gpus.kind,
+        arch=gpus.arch,
+        num_gpus=gpus.num_gpus,
+        compute_units=gpus.compute_units,
+        hbm_bytes=gpus.hbm_bytes,
+        gpu_name=gpus.name,
+        cores=1,
+        free_ram_bytes=free_ram_bytes(),
+    )
+    config = ServeConfig(
+        model=name,
+        max_running_requests=running,
+        max_model_len=longest,
+        op=dict(op or {}),
+        enforce_eager=eager,
+        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
+    )
+    resolved = resolve(config, facts, platform, vocab_used=facts.vocab_size, run_dir="", free_port=lambda: 0)
+    coord = Mesh(1, 1).coord(0)
+    params = stage_params(facts, coord, formats=ConfigFormats(facts), mtp=False)
+    arch = "cpu" if device.type == "cpu" else gpus.arch
+    static = op_facts(
+        facts,
+        params,
+        coord,
+        resolved,
+        arch=arch,
+        compute_units=gpus.compute_units,
+        dialect=dialect_of(device),
+        activation=resolved.fp8_activation,
+    )
+    ops = bind_ops(resolved.op, arch, facts=static.mapping(), activation=resolved.fp8_activation)
+    return Rank(name, facts, resolved, coord, params, ops, device, arch, gpus.compute_units)
+
+
+def load(rank: Rank, seed: int) -> LoadedStage:
+    """Build the model on the device and fill it with random numbers."""
+    resolved, facts, device = rank.resolved, rank.facts, rank.device
+    dtype = MODEL_DTYPES[resolved.dtype]
+    comm = SoloComm()
+    experts = build_exchanges(
+        facts,
+        expert_plan(resolved, facts),
+        rank.coord,
+        resolved,
+        comm,
+        host=None,
+        compute_units=rank.compute_units,
+        dtype=dtype,
+    )
+    model = build_model(
+        facts,
+        rank.coord,
+        rank.params,
+        comm,
+        rank.ops,
+        device=device,
+        dtype=dtype,
+        mtp=False,
+        fp8=FP8_DTYPES[dialect_of(device)],
+        experts=experts.wiring,
+    )
+    weights.fill(model.named_parameters(), torch.Generator(device).manual_seed(seed))
+    model.prepare()
+    planned = memory.weight_bytes(rank.params, rank.coord, resolved)
+    held = sum(tensor.nbytes for tensor in model.state_dict().values())
+    return LoadedStage(resolved, rank.coord, facts, model, rank.ops, comm, device, dtype, planned, held, 0, experts)

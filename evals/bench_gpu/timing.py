@@ -1,0 +1,92 @@
+"""How long calls take: replays of a graph on a GPU, the clock on a CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+_REPLAYS = 11
+_LEAST_CALLS = 8  # in one graph, so that the gap before its first kernel is shared
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of one call, over replays. Units: microseconds. `how`: "graph", "eager" (with the reason), or "clock"."""
+
+    median: float
+    low: float
+    high: float
+    how: str
+
+
+def time_calls(
+    calls: Sequence[Call], device: torch.device, *, replays: int = _REPLAYS, least_calls: int = _LEAST_CALLS
+) -> Timing:
+    """Time calls that go through several sets of operands in turn; each has run once already."""
+    calls = list(calls) * -(-least_calls // len(calls))
+    if device.type == "cpu":
+        return _clocked(calls, replays)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    how = "graph"
+    play: Call = graph.replay
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except RuntimeError as error:  # what cannot be captured is timed with its gaps, and the table says so
+        torch.cuda.synchronize(device)
+        how = f"eager: {str(error).splitlines()[0]}"
+        play = lambda: [call() for call in calls]  # noqa: E731
+    play()
+    play()
+    times = []
+    for _ in range(replays):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        play()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / len(calls))
+    return _summed(times, how)
+
+
+def _clocked(calls: Sequence[Call], replays: int) -> Timing:
+    times = []
+    for _ in range(replays):
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / len(calls))
+    return _summed(times, "clock")
+
+
+def _summed(times: Sequence[float], how: str) -> Timing:
+    low, median, high = statistics.quantiles(times, n=4)
+    return Timing(median, low, high, how)
+
+
+def measured_ceilings(device: torch.device) -> tuple[float, float, float]:
+    """Return bytes/s of a large copy (read plus written) and operations/s of large bf16 and FP8 products."""
+    n, big = (1 << 30, 8192) if device.type != "cpu" else (1 << 22, 128)
+    source = torch.randn(n // 4, device=device)
+    target = torch.empty_like(source)
+    copy = _once(lambda: target.copy_(source), device)
+    a, b = (torch.randn(big, big, device=device, dtype=torch.bfloat16) for _ in range(2))
+    bf16 = _once(lambda: torch.mm(a, b), device)
+    if device.type == "cpu":
+        return 2 * n / copy, 2 * big**3 / bf16, 0.0
+    qa, qb = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device=device)
+    fp8 = _once(lambda: torch._scaled_mm(qa, qb, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), device)
+    return 2 * n / copy, 2 * big**3 / bf16, 2 * big**3 / fp8
+
+
+def _once(call: Call, device: torch.device) -> float:
+    call()
+    return time_calls([call], device, replays=5).median * 1e-6

@@ -1,0 +1,161 @@
+"""The benchmark of decode at a tiny shape on the CPU: it runs, judges, stops at its budget. No time is judged."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from evals.bench_gpu import op_cases, op_level, stage
+from evals.bench_gpu.__main__ import main
+from evals.bench_gpu.floor import Ceilings
+from evals.bench_gpu.op_level import op_points
+from evals.bench_gpu.operands import Bench
+from evals.bench_gpu.plot import lines_of, svg
+from evals.bench_gpu.records import Run, StepRecord, table
+from evals.bench_gpu.shapes import SHAPES
+from evals.bench_gpu.weights import code_rms, fp8_weight
+from rocm_serve.ops.fp8 import dequantise
+
+TINY = ["decode", "--cpu", "--shape", "tiny", "--batch", "2", "--ctx", "40", "--seed", "3", "--steps", "2"]
+
+
+def _bench() -> Bench:
+    rank = stage.rank_of("tiny", running=8, longest=64)
+    return Bench(SHAPES["tiny"], rank.ops, rank.device, torch.float32, torch.float8_e4m3fn, 3)
+
+
+def test_steps_of_a_tiny_model_are_measured_and_written(tmp_path: Path) -> None:
+    file, drawing = tmp_path / "run.json", tmp_path / "run.svg"
+    command = [*TINY, "--levels", "step", "--modes", "eager", "--json", str(file), "--plot", str(drawing)]
+    assert main(command) == 0
+    run = msgspec.json.decode(file.read_bytes(), type=Run)
+    assert not run.failures
+    assert [(one.batch, one.context) for one in run.steps] == [(2, 40)]
+    step = run.steps[0]
+    assert step.ratio == pytest.approx(step.floor_ms / step.wall_ms)
+    assert step.floor_ms == pytest.approx(sum(step.parts_ms.values()))
+    assert 2 <= step.distinct <= 4, "two rows choose two of eight experts each"
+    assert drawing.read_text().count("<polyline") == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(op_cases.attention, rows=3, context=37),
+        partial(op_cases.experts, rows=3),
+        partial(op_cases.gdn, rows=3),
+        partial(op_cases.conv, rows=3),
+        partial(op_cases.route, rows=3),
+        partial(op_cases.linear, rows=3, name="out_proj"),
+        partial(op_cases.head, rows=3),
+        partial(op_cases.norms, rows=9, residual=True),
+        partial(op_cases.quantise, rows=9),
+        partial(op_cases.kv_write, rows=9),
+    ],
+    ids=lambda make: make.func.__name__,
+)
+def test_an_op_is_judged_and_timed(make: op_level.Make) -> None:
+    found = op_level.measure(_bench(), "tiny", make, Ceilings())
+    assert found.right and found.error < 1e-4
+    assert found.us > 0 and found.ratio == pytest.approx(found.floor_us / found.us)
+
+
+@pytest.mark.parametrize(
+    ("op", "make"),
+    [
+        ("attention_decode", partial(op_cases.attention, rows=3, context=37)),
+        ("moe_experts", partial(op_cases.experts, rows=3)),
+        ("gdn_decode", partial(op_cases.gdn, rows=3)),
+        ("linear", partial(op_cases.linear, rows=3, name="gate")),
+        ("add_rms_norm", partial(op_cases.norms, rows=9, residual=True)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_fast_op_that_is_wrong_is_called_wrong(op: str, make: op_level.Make) -> None:
+    """Wrong in one row only, the last; ops that write to an argument do it there."""
+    bench = _bench()
+    right = getattr(bench.ops, op)
+
+    def wrong(*arguments: torch.Tensor, **more: object) -> torch.Tensor:
+        made = right(*arguments, **more)
+        made[-1] *= 1.02
+        return made
+
+    object.__setattr__(bench.ops, op, wrong)
+    assert not op_level.measure(bench, "tiny", make, Ceilings()).right
+
+
+def test_an_op_that_leaves_rows_unwritten_is_called_wrong() -> None:
+    bench = _bench()
+    object.__setattr__(bench.ops, "attention_decode", lambda *arguments, **more: arguments[4])
+    found = op_level.measure(bench, "tiny", partial(op_cases.attention, rows=2, context=20), Ceilings())
+    assert not found.right and found.error == float("inf")
+
+
+def test_a_spent_budget_leaves_points_out_and_names_them(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    assert main([*TINY, "--levels", "step", "ops", "--budget-s", "0", "--json", str(file)]) == 0
+    run = msgspec.json.decode(file.read_bytes(), type=Run)
+    assert not run.steps and not run.ops
+    assert "tiny: all steps" in run.left_out
+    assert any("attention" in line for line in run.left_out)
+    assert any("not reached" in line for line in table(run))
+
+
+def test_without_a_gpu_nothing_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "device_here", lambda: torch.device("cpu"))
+    assert main(["decode", "--shape", "tiny"]) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_what_has_an_aim_comes_first() -> None:
+    makes = [(make.func.__name__, make.keywords) for make in op_points((1, 16), (1024,))]  # type: ignore[attr-defined]
+    assert makes[:2] == [("attention", {"rows": 16, "context": c}) for c in (8192, 65536)]
+    assert len(makes) == len({(name, *sorted(k.items())) for name, k in makes}), "no case comes twice"
+
+
+def test_random_fp8_weights_are_finite_and_make_rows_of_size_one() -> None:
+    g = torch.Generator().manual_seed(5)
+    weight, scale = fp8_weight(256, 384, dtype=torch.float8_e4m3fn, device=torch.device("cpu"), g=g)
+    wide = dequantise(weight, scale)
+    assert bool(wide.isfinite().all())
+    rows = torch.randn(64, 384, generator=g) @ wide.T
+    assert 0.8 < float(rows.std()) < 1.25
+    assert code_rms(torch.float8_e4m3fn) == pytest.approx(2 * code_rms(torch.float8_e4m3fnuz), rel=0.1)
+
+
+def test_sets_of_one_row_share_no_expert_while_the_deck_lasts() -> None:
+    ids = torch.cat([one.flatten() for one in _bench().choices(1, 4)])
+    assert sorted(ids.tolist()) == list(range(8))
+
+
+def test_the_plot_shows_ours_and_vllm_over_the_same_floor() -> None:
+    records = [
+        StepRecord(
+            shape="q35tp1",
+            mode="graphs",
+            batch=batch,
+            context=1024,
+            wall_ms=4.0,
+            low=4.0,
+            high=4.0,
+            device_ms=None,
+            device_how="",
+            floor_ms=1.0,
+            uniform_floor_ms=2.1,
+            ratio=0.25,
+            uniform_ratio=0.525,
+            distinct=8,
+            uniform_distinct=8,
+            parts_ms={},
+        )
+        for batch in (1, 64)
+    ]
+    ours, vllm = lines_of(records)
+    assert ours == ("q35tp1, ctx 1024, graphs", [(1, 0.525), (64, 0.525)], False)
+    assert vllm[1][0] == (1, pytest.approx(2.1 / 4.20)) and vllm[2]
+    assert svg(records, "a < b").count("<polyline") == 2
