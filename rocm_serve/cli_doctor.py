@@ -40,6 +40,11 @@ def doctor(
         ),
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="As for serve.")] = "auto",
+    speculative: Annotated[
+        str,
+        typer.Option(metavar="{off,mtp,auto}", help="As for serve: the draft layer, and the rows of drafts."),
+    ] = "off",
+    draft_tokens: Annotated[int | None, typer.Option(help="As for serve.", show_default=False)] = None,
     op: Annotated[list[str] | None, typer.Option("--op", metavar="OP=PROVIDER", help="As for serve.")] = None,
     run: Annotated[bool, typer.Option("--run/--no-run", help="Run the kernels on the GPU that is here.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
@@ -51,9 +56,14 @@ def doctor(
     if not kernels:
         raise UserError("doctor needs to know what to look at; legal: --kernels")
     stored = aliases.WORDS["kv_cache_dtype"].get(kv_cache_dtype, kv_cache_dtype)
+    drafts = aliases.WORDS["speculative"].get(speculative, speculative)
     wishes: dict[str, object] = {"tp": tp, "ep": ep, "kv_cache_dtype": stored, "op": load.parse_ops(op or [])}
-    if model is None and (tp != 1 or ep != 1 or op or stored != "auto"):
-        raise UserError("--tp, --ep, --op and --kv-cache-dtype are about the shapes of a model; give --model DIR too")
+    wishes |= {"speculative": drafts} | ({} if draft_tokens is None else {"draft_tokens": draft_tokens})
+    if model is None and (tp != 1 or ep != 1 or op or stored != "auto" or drafts != "off" or draft_tokens is not None):
+        raise UserError(
+            "--tp, --ep, --op, --kv-cache-dtype, --speculative and --draft-tokens are about the shapes of a model;"
+            " give --model DIR too"
+        )
     config = None if model is None else load.load(wishes | {"model": str(model)}, None, {})
     made: KernelReport = importlib.import_module("rocm_serve.executor.kernel_report").kernel_report(
         config, gpu_of(gpu, None), run=run

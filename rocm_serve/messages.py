@@ -9,7 +9,7 @@ import msgspec
 
 from rocm_serve.types import FinishReason, SamplingParams, TokenLogprob
 
-WIRE_VERSION = 6  # raised with every change of a struct below; both ends compare it before anything else
+WIRE_VERSION = 7  # raised with every change of a struct below; both ends compare it before anything else
 
 
 # --- server -> core -------------------------------------------------------------------------------------------------
@@ -58,13 +58,16 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 class DraftSpeed(msgspec.Struct, frozen=True, array_like=True):
     """What drafting gains with about `requests` running: more than half as many, and not more, a power of two.
 
-    Times are seconds per token that came out, of all requests together; 0: not measured yet.
+    Times are seconds per token that came out, of all requests together; 0: not measured yet. Each rests on so many
+    `steps`, the last ones measured.
     """
 
     requests: int
     drafting: bool  # plans draft at this size, but for the few that measure the other way
     on_s: float
     off_s: float
+    on_steps: int = 0
+    off_steps: int = 0
 
     @property
     def net(self) -> float:

@@ -107,12 +107,21 @@ def test_shapes_are_those_of_the_experts_on_one_rank(checkpoints: dict[str, Path
     assert one != two
 
 
+def test_rows_of_drafts_are_among_the_shapes_in_any_spelling(checkpoints: dict[str, Path]) -> None:
+    words = ("--kernels", "--gpu", "mi300x", "--model", str(checkpoints["vl-fp8"]))
+    plain, drafting = run(*words), run(*words, "--speculative", "NEXTN", "--draft-tokens", "2")
+    assert "rows (1, 3, 5), (1, 1, 3) committed" in drafting and "committed, " not in plain
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         ((), "legal: --kernels"),
         (("--kernels", "--gpu", "mi100"), "--gpu mi100: legal: mi300x"),
         (("--kernels", "--tp", "2"), "give --model DIR too"),
+        (("--kernels", "--speculative", "mtp"), "give --model DIR too"),
+        (("--kernels", "--model", "DIR", "--speculative", "mpt"), "--speculative 'mpt': legal: auto, off, mtp"),
+        (("--kernels", "--model", "DIR", "--speculative", "mtp", "--draft-tokens", "5"), "legal: 1..4"),
         (("--kernels", "--model", "DIR", "--op", "linear=cuda"), "linear=cuda"),
         (("--kernels", "--model", "nowhere"), "no config.json"),
     ],

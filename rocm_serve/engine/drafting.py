@@ -58,8 +58,8 @@ class _Size:
 
     def add(self, drafting: bool, seconds: float, tokens: int, adaptive: bool) -> None:
         self.steps[drafting].add(seconds, tokens)
-        price = {"on_s" if drafting else "off_s": self.steps[drafting].seconds_per_token}
-        self.speed = replace(self.speed, **price)
+        way, steps = "on" if drafting else "off", self.steps[drafting]
+        self.speed = replace(self.speed, **{f"{way}_s": steps.seconds_per_token, f"{way}_steps": len(steps)})
         if adaptive and min(map(len, self.steps.values())) >= LEAST:
             net = self.speed.net
             self.speed = replace(self.speed, drafting=net >= LOSES if self.speed.drafting else net > GAINS)

@@ -138,7 +138,7 @@ def _target(gpu: Gpu | None) -> _Target:
 
 
 def _facts(config: ServeConfig, target: _Target) -> OpFacts:
-    """Say what is static in the model on rank 0 of --tp ranks, all layers and both ends of it."""
+    """Say what is static in the model on rank 0 of --tp ranks: all layers, both ends, the draft layer if it drafts."""
     path = Path(config.model)
     model = parse_config(*read_config(path))
     config = msgspec.structs.replace(config, pp=1, nnodes=1)
@@ -152,8 +152,8 @@ def _facts(config: ServeConfig, target: _Target) -> OpFacts:
         free_port=lambda: 0,
     )
     coord = Mesh(config.tp, 1, config.ep).coord(0)
-    plan = expert_plan(resolved, model)
-    params = stage_params(model, coord, formats=_formats(path, model, coord), mtp=False, experts=plan)
+    plan, mtp = expert_plan(resolved, model), resolved.draft_tokens > 0
+    params = stage_params(model, coord, formats=_formats(path, model, coord, mtp=mtp), mtp=mtp, experts=plan)
     return op_facts(
         model,
         params,
@@ -166,12 +166,12 @@ def _facts(config: ServeConfig, target: _Target) -> OpFacts:
     )
 
 
-def _formats(path: Path, model: ModelFacts, coord: Coord) -> Formats:
+def _formats(path: Path, model: ModelFacts, coord: Coord, *, mtp: bool) -> Formats:
     """Ask the headers of the shards how tensors are stored; where there are none, the configuration."""
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         return ConfigFormats(model)
     with CheckpointReader(path) as reader:
-        return stage_catalogue(reader, model, coord, mtp=False)
+        return stage_catalogue(reader, model, coord, mtp=mtp)
 
 
 def _probe(

@@ -16,6 +16,7 @@ from rocm_serve.ops.fp8 import FP8_DTYPES
 from rocm_serve.ops.fp8_linear.cases import fp8_linear_case
 from rocm_serve.ops.gated_rms_norm.cases import gated_norm_case
 from rocm_serve.ops.gdn_cases import gdn_case
+from rocm_serve.ops.gdn_step.cases import step_case
 from rocm_serve.ops.inputs import in_fnuz
 from rocm_serve.ops.kv_write.cases import kv_case
 from rocm_serve.ops.linear.cases import linear_case
@@ -180,22 +181,24 @@ def _kv_writes(facts: OpFacts) -> Cases:
 
 def _attention(facts: OpFacts, *, prefill: bool) -> Cases:
     longest = min(facts.max_model_len, _LONG)
-    wished = ((min(facts.max_rows, 130), 0), (7, 129), (1, longest)) if prefill else ((1, 0), (1, 127), (1, longest))
-    fits = [(n, min(context, facts.max_model_len - n)) for n, context in wished if n <= facts.max_model_len]
-    rows, contexts = tuple(n for n, _ in fits), tuple(context for _, context in fits)
-    yield (
-        f"rows {rows} after {contexts}, {facts.heads} on {facts.kv_heads} heads of {facts.head_dim}",
-        partial(
-            attention_case,
-            rows=rows,
-            contexts=contexts,
-            heads=facts.heads,
-            kv_heads=facts.kv_heads,
-            d=facts.head_dim,
-            page_size=facts.page_size,
-            stored=_STORED[facts.kv_dtype],
-        ),
-    )
+    prompts, plain = ((min(facts.max_rows, 130), 0), (7, 129), (1, longest)), ((1, 0), (1, 127), (1, longest))
+    verified = ((1 + facts.draft_tokens, 0), (1, 127), (1 + facts.draft_tokens, longest))
+    for wished in (prompts,) if prefill else (plain, verified) if facts.draft_tokens else (plain,):
+        fits = [(n, min(context, facts.max_model_len - n)) for n, context in wished if n <= facts.max_model_len]
+        rows, contexts = tuple(n for n, _ in fits), tuple(context for _, context in fits)
+        yield (
+            f"rows {rows} after {contexts}, {facts.heads} on {facts.kv_heads} heads of {facts.head_dim}",
+            partial(
+                attention_case,
+                rows=rows,
+                contexts=contexts,
+                heads=facts.heads,
+                kv_heads=facts.kv_heads,
+                d=facts.head_dim,
+                page_size=facts.page_size,
+                stored=_STORED[facts.kv_dtype],
+            ),
+        )
 
 
 def _with_drafts(facts: OpFacts) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -221,6 +224,23 @@ def _gdns(facts: OpFacts, rows: tuple[int, ...], *, drafts: bool = False) -> Cas
     )
     yield f"rows {rows}, {heads}", partial(case, rows=rows)
     if drafts and facts.draft_tokens:
+        rows, commits = _with_drafts(facts)
+        yield f"rows {rows}, {commits} committed, {heads}", partial(case, rows=rows, commits=commits)
+
+
+def _steps(facts: OpFacts) -> Cases:
+    heads = f"{facts.key_heads} and {facts.value_heads} heads of {facts.key_dim} and {facts.value_dim}"
+    case = partial(
+        step_case,
+        heads=facts.value_heads,
+        key_heads=facts.key_heads,
+        key=facts.key_dim,
+        value=facts.value_dim,
+        eps=facts.eps,
+        activation=facts.gate_activation,
+    )
+    yield f"rows {(1,) * 3}, {heads}", partial(case, rows=(1,) * 3)
+    if facts.draft_tokens:
         rows, commits = _with_drafts(facts)
         yield f"rows {rows}, {commits} committed, {heads}", partial(case, rows=rows, commits=commits)
 
@@ -258,6 +278,7 @@ _OF_OP: Mapping[str, Callable[[OpFacts], Cases]] = MappingProxyType(
         "causal_conv": _convs,
         "gdn_chunk": partial(_gdns, rows=(130, 7, 64)),
         "gdn_decode": partial(_gdns, rows=(1, 1, 4), drafts=True),
+        "gdn_step": _steps,
         "draw_token": _draws,
         "log_sum_exp": _sums,
     }

@@ -89,16 +89,22 @@ def _drafting(stats: Stats) -> Iterator[Metric]:
     net = GaugeMetricFamily(
         _PREFIX + "draft_net_speed", "Tokens per second with drafts, as a multiple of without", labels=["requests"]
     )
+    samples = GaugeMetricFamily(
+        _PREFIX + "draft_net_speed_samples",
+        "Decoding steps that the net speed rests on, the last ones measured",
+        labels=["requests", "drafting"],
+    )
     on = GaugeMetricFamily(_PREFIX + "drafting", "1 where steps draft with so many running", labels=["requests"])
     for speed in stats.draft_speeds:
         size = str(speed.requests)
         on.add_metric([size], speed.drafting)
-        for way, price in (("on", speed.on_s), ("off", speed.off_s)):
+        for way, price, steps in (("on", speed.on_s, speed.on_steps), ("off", speed.off_s, speed.off_steps)):
+            samples.add_metric([size, way], steps)
             if price:
                 prices.add_metric([size, way], price)
         if speed.net:
             net.add_metric([size], speed.net)
-    yield from (prices, net, on)
+    yield from (prices, net, samples, on)
 
 
 class Durations(Collector):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rocm_serve.config.schema import ServeConfig
@@ -73,6 +74,21 @@ def test_shapes_are_those_of_one_rank(checkpoints: dict[str, Path]) -> None:
     assert shapes[0] != shapes[1] and len(shapes[0]) > 3
     shared = report(ServeConfig(model=str(checkpoints["vl-fp8"]), tp=2, ep=2), "mi300x")
     assert [s.shape for s in of(shared, "moe_experts").shapes] == ["256, 3 of 8 experts (4 of them here) of 512"]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_with_drafts_their_rows_and_the_draft_layer_are_seen(checkpoints: dict[str, Path]) -> None:
+    config = ServeConfig(model=str(checkpoints["text-fp8"]), max_running_requests=8)
+    drafting = msgspec.structs.replace(config, speculative="mtp", draft_tokens=4)
+    without, made = (report(one, "mi300x") for one in (config, drafting))
+    for op in ("gdn_decode", "causal_conv", "attention_decode"):
+        assert {s.shape for s in of(without, op).shapes} < {s.shape for s in of(made, op).shapes}, op
+    assert any("rows (1, 5, 9), (1, 1, 5) committed" in s.shape for s in of(made, "gdn_decode").shapes)
+    assert any(s.shape.startswith("rows (5, 1, 5) after (0, 127, ") for s in of(made, "attention_decode").shapes)
+    hidden = 256
+    assert f"[{hidden}, {2 * hidden}]" in {s.shape for s in of(made, "linear").shapes}, "mtp.fc"
+    most = [max(of(one, "rms_norm").shapes[0].rows) for one in (without, made)]
+    assert most[1] - most[0] == 8 * 4
 
 
 @pytest.mark.usefixtures("no_gpu")

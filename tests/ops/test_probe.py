@@ -81,6 +81,12 @@ def test_a_provider_that_keeps_no_state_from_before_drafts_serves_where_nothing_
     assert "rows (1, 4, 7), (1, 1, 4) committed" in refusal(name, "commits_all", draft_tokens=3)
 
 
+def test_attention_for_one_row_a_request_serves_where_nothing_drafts() -> None:
+    op = providers.OPS["attention_decode"]
+    assert probe(op, op.providers["one_row_each"], tiny_facts(), CPU, seed=1).error == 0
+    assert "rows (4, 1, 4) after (0, 127, " in refusal("attention_decode", "one_row_each", draft_tokens=3)
+
+
 def test_no_two_logits_of_a_row_are_equal() -> None:
     facts = tiny_facts(num_experts=512, top_k=10)
     case = probe_cases("moe_route", facts)["33 x 512, 10 chosen"]

@@ -32,9 +32,9 @@ async def drafting_page() -> str:
             draft_tokens_by_position=(40, 30),
             accepted_draft_tokens_by_position=(30, 12),
             draft_speeds=(
-                DraftSpeed(1, True, 0.002, 0.003),
+                DraftSpeed(1, True, 0.002, 0.003, 128, 9),
                 DraftSpeed(16, False, 0.5, 0.25),
-                DraftSpeed(64, True, 1, 0),
+                DraftSpeed(64, True, 1, 0, 3, 0),
             ),
         )
     )
@@ -61,6 +61,14 @@ def test_net_speed_is_shown_where_it_was_measured() -> None:
     assert sample(text, 'rocm_serve_decode_seconds_per_token{drafting="off",requests="16"}') == 0.25
     assert sample(text, 'rocm_serve_decode_seconds_per_token{drafting="on",requests="64"}') == 1
     assert text.count("rocm_serve_decode_seconds_per_token{") == 5
+
+
+def test_how_many_steps_a_net_speed_rests_on_is_shown_for_every_size() -> None:
+    text = asyncio.run(drafting_page())
+    for size, on, off in ((1, 128, 9), (16, 0, 0), (64, 3, 0)):
+        for way, steps in (("on", on), ("off", off)):
+            name = f'rocm_serve_draft_net_speed_samples{{drafting="{way}",requests="{size}"}}'
+            assert sample(text, name) == steps
 
 
 def test_a_server_that_does_not_draft_has_no_counter_of_drafts() -> None:

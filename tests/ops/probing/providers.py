@@ -5,6 +5,7 @@ A child process that probes imports this module too, by name: see rocm_serve/ops
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -123,6 +124,16 @@ def _commits_all(op: str) -> OpFunction:
     return run
 
 
+def _one_row_each(*args: object, **kwargs: object) -> torch.Tensor:
+    """Right as long as a sequence has one row: with drafts all its rows come out as the first."""
+    out = PRODUCT["attention_decode"].reference(*args, **kwargs)
+    sequences = kwargs["sequences"]
+    assert isinstance(sequences, Sequences)
+    for first, end in itertools.pairwise(sequences.row_starts):
+        out[first:end] = out[first:end][:1]
+    return out
+
+
 def _of(name: str, function: OpFunction) -> Provider:
     return Provider(name, lambda: function)
 
@@ -152,5 +163,6 @@ _OTHERS: Mapping[str, tuple[Provider, ...]] = {
     "moe_experts": (_of("padding_left", _padding_left), _of("one_expert_less", _one_expert_less)),
     "causal_conv": (_of("commits_all", _commits_all("causal_conv")),),
     "gdn_decode": (_of("commits_all", _commits_all("gdn_decode")),),
+    "attention_decode": (_of("one_row_each", _one_row_each),),
 }
 OPS: Mapping[str, Op] = {name: replace(op, others=(*op.others, *_OTHERS.get(name, ()))) for name, op in PRODUCT.items()}
