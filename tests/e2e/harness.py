@@ -74,7 +74,8 @@ class Server:
             *(sys.executable, "-m", *self.program, "--model", str(self.model)),
             *("--served-model-name", self.name, "--host", "127.0.0.1", "--port", "0", *self.flags),
         ]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # packages may come by that way only
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         with self.log_path.open("wb") as out:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=self.work_dir

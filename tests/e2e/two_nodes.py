@@ -110,7 +110,8 @@ class TwoNodes:
     def spawn(self, rank: int, command: Sequence[str], more_env: Mapping[str, str] | None = None) -> Node:
         """Start a node by a command of its own."""
         self.work_dir.mkdir(parents=True, exist_ok=True)
-        env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # packages may come by that way only
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         env |= {**(more_env or {}), **self.env.get(rank, {})}
         log = self.work_dir / f"node-{rank}.log"
         with log.open("wb") as out:
