@@ -7,13 +7,20 @@ is padded to run the same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
 import msgspec
 
+from rocm_serve.config.load import environment
+from rocm_serve.ops.tiles_moe import moe_experts_tile, moe_experts_tiles
+
 Tile = dict[str, int]
+Table = dict[str, dict[str, Tile]]  # kernel -> shape key -> tile
 Shape = Mapping[str, int]
 Rule = Callable[[Shape, str], Tile]  # shape, arch -> tile
 Candidates = Callable[[Shape, str], list[Tile]]
@@ -35,12 +42,144 @@ def shape_key(shape: Shape) -> str:
 
 def tile(kernel: str, shape: Shape, arch: str) -> Tile:
     """Return the tile of `kernel` for this shape. Errors: KeyError for a kernel that no rule knows."""
-    found = tuned_table(arch).get(kernel, {}).get(shape_key(shape))
-    return dict(found) if found is not None else RULES[kernel](bucketed(shape), arch)
+    if _watching is not None:
+        _watching.append((kernel, bucketed(shape)))
+    found = _forced.get(kernel) or tuned_table(arch).get(kernel, {}).get(shape_key(shape))
+    return dict(found) if found is not None else by_rule(kernel, shape, arch)
+
+
+def by_rule(kernel: str, shape: Shape, arch: str) -> Tile:
+    """Return the tile that a shape gets where nothing was tuned."""
+    return RULES[kernel](bucketed(shape), arch)
+
+
+def candidates(kernel: str, shape: Shape, arch: str) -> list[Tile]:
+    """List the tiles that may win at a shape, each once; the rule's own is the first."""
+    others = CANDIDATES[kernel](bucketed(shape), arch) if kernel in CANDIDATES else []
+    found: list[Tile] = []
+    for one in (by_rule(kernel, shape, arch), *others):
+        if one not in found:
+            found.append(one)
+    return found
 
 
 @cache
-def tuned_table(arch: str) -> dict[str, dict[str, Tile]]:
-    """Return the committed table of this card, kernel -> shape key -> tile; empty where it was never tuned."""
-    file = resources.files("rocm_serve.ops") / "tuned" / f"{arch}.json"
-    return msgspec.json.decode(file.read_bytes(), type=dict[str, dict[str, Tile]]) if file.is_file() else {}
+def tuned_table(arch: str) -> Table:
+    """Return what was tuned for this card; empty where nothing was. What a user has tuned goes before what is
+    committed."""
+    committed = resources.files("rocm_serve.ops") / "tuned" / f"{arch}.json"
+    merged: Table = {}
+    for file in (committed, user_table(arch)):
+        if file.is_file():
+            for kernel, shapes in msgspec.json.decode(file.read_bytes(), type=Table).items():
+                merged[kernel] = merged.get(kernel, {}) | shapes
+    return merged
+
+
+def user_table(arch: str) -> Path:
+    """Say where `rocm-serve tune` keeps what it found, outside a checkout: beside the verdicts of probes."""
+    return user_folder(environment()) / f"{arch}.json"
+
+
+def user_folder(environ: Mapping[str, str]) -> Path:
+    """Return $XDG_CACHE_HOME/rocm_serve/tuned, ~/.cache by default."""
+    home = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or tempfile.gettempdir()) / ".cache")
+    return Path(home) / "rocm_serve" / "tuned"
+
+
+@contextmanager
+def forced(kernel: str, chosen: Tile) -> Iterator[None]:
+    """Have `kernel` run with this tile at every shape, in this process, inside the block."""
+    before = _forced.get(kernel)
+    _forced[kernel] = chosen
+    try:
+        yield
+    finally:
+        if before is None:
+            del _forced[kernel]
+        else:
+            _forced[kernel] = before
+
+
+@contextmanager
+def watched() -> Iterator[list[tuple[str, dict[str, int]]]]:
+    """Note every kernel and shape that a tile is asked for inside the block."""
+    global _watching
+    assert _watching is None, "one watcher at a time"
+    _watching = []
+    try:
+        yield _watching
+    finally:
+        _watching = None
+
+
+_forced: dict[str, Tile] = {}
+_watching: list[tuple[str, dict[str, int]]] | None = None
+
+
+RULES["moe_experts"], CANDIDATES["moe_experts"] = moe_experts_tile, moe_experts_tiles
+
+
+def _attention_decode(shape: Shape, arch: str) -> Tile:
+    """Split the keys so that two programs run on each unit; the merge reads a float for each 128 keys' at most.
+
+    `vectors`: query vectors of a tile; `groups`: key/value heads; `d`: padded head size; `bytes` of a page's number.
+    """
+    wanted = 2 * shape["units"] // max(1, shape["rows"] * shape["groups"])
+    splits = min(256, 1 << max(wanted, 1).bit_length() - 1)
+    keys = max(16, min(128, 16384 // (shape["d"] * shape["bytes"])))
+    if shape["bytes"] == 4:  # for proofs, not for speed
+        return {"SPLITS": splits, "BLOCK_N": 16, "KEY": 1, "num_warps": 4, "num_stages": 1}
+    stages = 1 if arch.startswith("gfx") else 3
+    return {"SPLITS": splits, "BLOCK_N": keys, "KEY": 1, "num_warps": 4, "num_stages": stages}
+
+
+RULES["attention_decode"] = _attention_decode
+
+
+def _state_tile(shape: Shape, elements: int) -> Tile:
+    """Cut `elements` of a recurrent state out of one head: BV value rows of all keys, KL columns of a row at a time."""
+    keys = _power_of_two(shape["k"])
+    values = max(1, min(_power_of_two(shape["v"]), elements // keys))
+    return {
+        "BV": values,
+        "KL": min(keys, 32),
+        "num_warps": max(1, min(8, values * keys // (2048 if values * keys > 8192 else 1024))),
+    }
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _gdn_decode(shape: Shape, arch: str) -> Tile:
+    """Cut heads small while they are few, so that every unit has some: `rows` sequences of `heads` value heads."""
+    heads = shape["rows"] * shape["heads"]
+    return _state_tile(shape, 2048 if heads <= 64 else 4096 if heads <= 1024 else 8192)
+
+
+def _gdn_chunk(shape: Shape, arch: str) -> Tile:
+    return _state_tile(shape, 4096)
+
+
+def _gdn_tiles(shape: Shape, arch: str) -> list[Tile]:
+    """List tiles of 1 to 64 KiB of state, 16 to 128 floats of it a lane."""
+    keys, lanes = _power_of_two(shape["k"]), 64 if arch.startswith("gfx") else 32
+    cuts = [v for v in (8, 16, 32, 64, 128) if v <= _power_of_two(shape["v"])]
+    return [
+        {"BV": values, "KL": columns, "num_warps": warps}
+        for values in cuts
+        for columns in (32, 128)
+        for warps in (1, 2, 4, 8, 16)
+        if columns <= keys and 16 <= values * keys // (warps * lanes) <= 128
+    ]
+
+
+def _gdn_step(shape: Shape, arch: str) -> Tile:
+    """Keep heads whole: one launch then does all. A head of 128 x 128 is 64 floats a lane of 8 warps."""
+    return _state_tile(shape, 16384)
+
+
+RULES["gdn_step"], CANDIDATES["gdn_step"] = _gdn_step, _gdn_tiles
+RULES["gdn_decode"], CANDIDATES["gdn_decode"] = _gdn_decode, _gdn_tiles
+RULES["gdn_chunk"], CANDIDATES["gdn_chunk"] = _gdn_chunk, _gdn_tiles

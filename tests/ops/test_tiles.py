@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import resources
+from pathlib import Path
+
 import pytest
 
 from rocm_serve.ops import tiles
@@ -24,3 +27,46 @@ def test_a_tuned_tile_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_kernel_without_a_rule_is_an_error() -> None:
     with pytest.raises(KeyError):
         tiles.tile("no_such_kernel", {"rows": 1}, "sm_90")
+
+
+def test_the_rule_is_the_first_candidate_and_none_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiles.RULES, "one_kernel", lambda shape, arch: {"BM": shape["rows"]})
+    assert tiles.candidates("one_kernel", {"rows": 5}, "sm_90") == [{"BM": 8}]
+    monkeypatch.setitem(tiles.CANDIDATES, "one_kernel", lambda shape, arch: [{"BM": 4}, {"BM": 8}, {"BM": 4}])
+    assert tiles.candidates("one_kernel", {"rows": 5}, "sm_90") == [{"BM": 8}, {"BM": 4}]
+
+
+def test_a_users_table_goes_before_the_committed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "rocm_serve" / "tuned" / "gfx_none.json"
+    assert tiles.user_table("gfx_none") == file
+    tiles.tuned_table.cache_clear()
+    try:
+        assert tiles.tuned_table("gfx_none") == {}
+        tiles.tuned_table.cache_clear()
+        file.parent.mkdir(parents=True)
+        file.write_text('{"one_kernel": {"rows=8": {"BM": 32}}}')
+        assert tiles.tile("one_kernel", {"rows": 7}, "gfx_none") == {"BM": 32}
+    finally:
+        tiles.tuned_table.cache_clear()
+
+
+def test_a_tile_is_forced_in_a_block_only_and_what_is_asked_for_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiles.RULES, "one_kernel", lambda shape, arch: {"BM": shape["rows"]})
+    with tiles.watched() as seen, tiles.forced("one_kernel", {"BM": 64}):
+        with tiles.forced("one_kernel", {"BM": 128}):
+            assert tiles.tile("one_kernel", {"rows": 5}, "sm_90") == {"BM": 128}
+        assert tiles.tile("one_kernel", {"rows": 5}, "sm_90") == {"BM": 64}
+    assert tiles.tile("one_kernel", {"rows": 5}, "sm_90") == {"BM": 8}
+    assert seen == [("one_kernel", {"rows": 8})] * 2
+
+
+def test_every_committed_table_names_kernels_and_keys_that_rules_know() -> None:
+    folder = resources.files("rocm_serve.ops") / "tuned"
+    for file in folder.iterdir() if folder.is_dir() else ():
+        if file.name.endswith(".json"):
+            for kernel, shapes in tiles.tuned_table(file.name.removesuffix(".json")).items():
+                for key, tile in shapes.items():
+                    shape = {name: int(size) for name, _, size in (part.partition("=") for part in key.split(","))}
+                    assert tiles.shape_key(shape) == key, f"{file.name} {kernel}: {key} is not as keys are written"
+                    assert tile.keys() == tiles.by_rule(kernel, shape, "sm_90").keys() or "FEW" in tile
