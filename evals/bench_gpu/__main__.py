@@ -20,20 +20,21 @@ from pathlib import Path
 import msgspec
 import torch
 
-from evals.bench_gpu import floor, op_level, stage, step_level
-from evals.bench_gpu.floor import Ceilings
+from evals.bench_gpu import op_level, stage, step_level
 from evals.bench_gpu.machine import describe
-from evals.bench_gpu.operands import Bench
 from evals.bench_gpu.plot import svg
 from evals.bench_gpu.records import Failure, OpRecord, Run, StepRecord, op_line, step_line, table
-from evals.bench_gpu.shapes import SHAPES
-from evals.bench_gpu.timing import measured_ceilings
 from rocm_serve.config.load import parse_ops
 from rocm_serve.errors import UserError
 from rocm_serve.executor.loading import MODEL_DTYPES, LoadedStage, dialect_of
 from rocm_serve.ops.bind import binding_lines
 from rocm_serve.ops.fp8 import FP8_DTYPES
 from rocm_serve.platform.probe import free_device_bytes
+from rocm_serve.tuning import floor
+from rocm_serve.tuning.floor import Ceilings
+from rocm_serve.tuning.operands import Bench
+from rocm_serve.tuning.shapes import SHAPES
+from rocm_serve.tuning.timing import measured_ceilings
 
 BATCHES = (1, 8, 16, 64, 256)
 CONTEXTS = (1024, 8192, 32768)

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from evals.bench_gpu import op_cases
-from evals.bench_gpu.floor import Ceilings
-from evals.bench_gpu.op_cases import Case
-from evals.bench_gpu.operands import Bench
 from evals.bench_gpu.records import OpRecord
-from evals.bench_gpu.timing import Timing, time_calls
+from rocm_serve.tuning import cases
+from rocm_serve.tuning.cases import Case
+from rocm_serve.tuning.floor import Ceilings
+from rocm_serve.tuning.operands import Bench
+from rocm_serve.tuning.timing import Timing, time_calls
 
 ERROR_LIMIT = 5e-3  # relative L2, bf16
 MANY_ROWS = (4096, 8192, 16384)
@@ -26,26 +26,26 @@ def op_points(batches: Sequence[int], contexts: Sequence[int], many: Sequence[in
     """Yield what makes each case: ops with an aim, then the rest; a batch of 8 comes last of all."""
     ordered = sorted(batches, key=lambda b: (b == 8, b))
     if 16 in batches:
-        yield from (partial(op_cases.attention, rows=16, context=context) for context in _AIMED_CONTEXTS)
+        yield from (partial(cases.attention, rows=16, context=context) for context in _AIMED_CONTEXTS)
     for rows in ordered:
-        yield partial(op_cases.experts, rows=rows)
-        yield partial(op_cases.gdn, rows=rows)
+        yield partial(cases.experts, rows=rows)
+        yield partial(cases.gdn, rows=rows)
     for rows in many:
-        yield partial(op_cases.norms, rows=rows, residual=False)
-        yield partial(op_cases.norms, rows=rows, residual=True)
-        yield partial(op_cases.kv_write, rows=rows)
-        yield partial(op_cases.quantise, rows=rows)
+        yield partial(cases.norms, rows=rows, residual=False)
+        yield partial(cases.norms, rows=rows, residual=True)
+        yield partial(cases.kv_write, rows=rows)
+        yield partial(cases.quantise, rows=rows)
     for rows in ordered:
         for name in _LINEARS:
-            yield partial(op_cases.linear, rows=rows, name=name)
-        yield partial(op_cases.head, rows=rows)
-        yield partial(op_cases.conv, rows=rows)
-        yield partial(op_cases.route, rows=rows)
-        yield partial(op_cases.norms, rows=rows, residual=True)
+            yield partial(cases.linear, rows=rows, name=name)
+        yield partial(cases.head, rows=rows)
+        yield partial(cases.conv, rows=rows)
+        yield partial(cases.route, rows=rows)
+        yield partial(cases.norms, rows=rows, residual=True)
     for context in contexts:
         for rows in ordered:
             if (rows, context) not in {(16, aimed) for aimed in _AIMED_CONTEXTS} and (context < 32768 or rows <= 64):
-                yield partial(op_cases.attention, rows=rows, context=context)
+                yield partial(cases.attention, rows=rows, context=context)
 
 
 @torch.inference_mode()

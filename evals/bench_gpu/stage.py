@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from evals.bench_gpu import weights
-from evals.bench_gpu.shapes import facts_of
 from rocm_serve.config.experts import expert_plan
 from rocm_serve.config.resolve import resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
@@ -25,6 +23,8 @@ from rocm_serve.parallel.layout import Param
 from rocm_serve.parallel.mesh import Coord, Mesh
 from rocm_serve.platform.facts import Platform
 from rocm_serve.platform.probe import free_ram_bytes, gpus_seen_by_torch
+from rocm_serve.tuning import weights
+from rocm_serve.tuning.shapes import facts_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from evals.bench_gpu.timing import time_calls
 from rocm_serve.executor.inputs import build_inputs
 from rocm_serve.executor.loading import LoadedStage
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.layers.moe import SparseMoe
 from rocm_serve.messages import NewRequest, Plan, StepResult, Work
 from rocm_serve.ops.batch import StageCache
+from rocm_serve.tuning.timing import time_calls
 from rocm_serve.types import SamplingParams
 
 WARM_UP_STEPS = 6

@@ -9,16 +9,17 @@ import msgspec
 import pytest
 import torch
 
-from evals.bench_gpu import op_cases, op_level, stage
+from evals.bench_gpu import op_level, stage
 from evals.bench_gpu.__main__ import main
-from evals.bench_gpu.floor import Ceilings
 from evals.bench_gpu.op_level import op_points
-from evals.bench_gpu.operands import Bench
 from evals.bench_gpu.plot import lines_of, svg
 from evals.bench_gpu.records import Run, StepRecord, table
-from evals.bench_gpu.shapes import SHAPES
-from evals.bench_gpu.weights import code_rms, fp8_weight
 from rocm_serve.ops.fp8 import dequantise
+from rocm_serve.tuning import cases
+from rocm_serve.tuning.floor import Ceilings
+from rocm_serve.tuning.operands import Bench
+from rocm_serve.tuning.shapes import SHAPES
+from rocm_serve.tuning.weights import code_rms, fp8_weight
 
 TINY = ["decode", "--cpu", "--shape", "tiny", "--batch", "2", "--ctx", "40", "--seed", "3", "--steps", "2"]
 
@@ -45,16 +46,16 @@ def test_steps_of_a_tiny_model_are_measured_and_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        partial(op_cases.attention, rows=3, context=37),
-        partial(op_cases.experts, rows=3),
-        partial(op_cases.gdn, rows=3),
-        partial(op_cases.conv, rows=3),
-        partial(op_cases.route, rows=3),
-        partial(op_cases.linear, rows=3, name="out_proj"),
-        partial(op_cases.head, rows=3),
-        partial(op_cases.norms, rows=9, residual=True),
-        partial(op_cases.quantise, rows=9),
-        partial(op_cases.kv_write, rows=9),
+        partial(cases.attention, rows=3, context=37),
+        partial(cases.experts, rows=3),
+        partial(cases.gdn, rows=3),
+        partial(cases.conv, rows=3),
+        partial(cases.route, rows=3),
+        partial(cases.linear, rows=3, name="out_proj"),
+        partial(cases.head, rows=3),
+        partial(cases.norms, rows=9, residual=True),
+        partial(cases.quantise, rows=9),
+        partial(cases.kv_write, rows=9),
     ],
     ids=lambda make: make.func.__name__,
 )
@@ -67,11 +68,11 @@ def test_an_op_is_judged_and_timed(make: op_level.Make) -> None:
 @pytest.mark.parametrize(
     ("op", "make"),
     [
-        ("attention_decode", partial(op_cases.attention, rows=3, context=37)),
-        ("moe_experts", partial(op_cases.experts, rows=3)),
-        ("gdn_decode", partial(op_cases.gdn, rows=3)),
-        ("linear", partial(op_cases.linear, rows=3, name="gate")),
-        ("add_rms_norm", partial(op_cases.norms, rows=9, residual=True)),
+        ("attention_decode", partial(cases.attention, rows=3, context=37)),
+        ("moe_experts", partial(cases.experts, rows=3)),
+        ("gdn_decode", partial(cases.gdn, rows=3)),
+        ("linear", partial(cases.linear, rows=3, name="gate")),
+        ("add_rms_norm", partial(cases.norms, rows=9, residual=True)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -92,7 +93,7 @@ def test_a_fast_op_that_is_wrong_is_called_wrong(op: str, make: op_level.Make) -
 def test_an_op_that_leaves_rows_unwritten_is_called_wrong() -> None:
     bench = _bench()
     object.__setattr__(bench.ops, "attention_decode", lambda *arguments, **more: arguments[4])
-    found = op_level.measure(bench, "tiny", partial(op_cases.attention, rows=2, context=20), Ceilings())
+    found = op_level.measure(bench, "tiny", partial(cases.attention, rows=2, context=20), Ceilings())
     assert not found.right and found.error == float("inf")
 
 

@@ -7,10 +7,10 @@ from functools import cached_property
 
 import torch
 
-from evals.bench_gpu import weights
 from rocm_serve.checkpoint.synthetic_configs import Dims
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import BoundOps
+from rocm_serve.tuning import weights
 
 CYCLE_BYTES = 256 << 20  # more than four times the L2 of an H200, and MI300X's Infinity Cache
 SLOTS = 512  # a pool of states of which a batch takes random ones

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 
-from evals.bench_gpu import floor
-from evals.bench_gpu.floor import Cost
-from evals.bench_gpu.operands import SLOTS, Bench, relative
-from evals.bench_gpu.timing import Call
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.fp8 import BLOCK, kv_scale
+from rocm_serve.tuning import floor
+from rocm_serve.tuning.floor import Cost
+from rocm_serve.tuning.operands import SLOTS, Bench, relative
+from rocm_serve.tuning.timing import Call
 
 PAGE = 16
 

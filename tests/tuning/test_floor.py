@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from evals.bench_gpu import floor
-from evals.bench_gpu.floor import Ceilings, Cost
-from evals.bench_gpu.shapes import SHAPES, facts_of
+from rocm_serve.tuning import floor
+from rocm_serve.tuning.floor import Ceilings, Cost
+from rocm_serve.tuning.shapes import SHAPES, facts_of
 
 _BY_HAND = Ceilings(bytes_s=4.3e12, bf16_s=788e12, fp8_s=1576e12)
 
