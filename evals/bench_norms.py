@@ -62,7 +62,19 @@ def comparisons(g: torch.Generator) -> Iterator[Finding]:
     """Run every kernel at the edges of its widths, rows strided and odd in number, against the reference."""
     norm, add, gated, rotated = (OPS[name].providers["hip"].load() for name in NORMS)
     dialect = torch.float8_e4m3fnuz if gpus_seen_by_torch().arch == "gfx942" else torch.float8_e4m3fn
-    for rows, width in ((0, 64), (1, 8), (37, 128), (9, 136), (5, 512), (3, 520), (33, 8192), (2, 8200), (3, 16384)):
+    for rows, width in (
+        (0, 64),
+        (1, 8),
+        (37, 128),
+        (9, 136),
+        (5, 512),
+        (3, 520),
+        (9, 2048),
+        (5, 4096),
+        (33, 8192),
+        (2, 8200),
+        (3, 16384),
+    ):
         x, weight = _rows(g, rows, width + 8)[:, :width], _rows(g, width, scale=0.3)
         more = {"eps": EPS, "plus_one": True}
         got = norm(x.cuda(), weight.cuda(), **more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from evals.gfx.device import Buffer, Device, span
 from evals.gfx.emulator.code_object import Value, own_arguments
 from evals.gfx.emulator.machine import Kernel
 from evals.gfx.toolchain import device_objects, host_library
-from rocm_serve.ops.hip_library import ARGUMENT_TYPES, ENTRY_POINTS
+from rocm_serve.ops.hip_library import Launch, packer
 
 _LAUNCHER = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.POINTER(ctypes.c_void_p)
@@ -36,20 +35,22 @@ class EmulatedLibrary:
         self._buffers: list[Buffer] = []
         self._error: Exception | None = None
 
-    def call(self, name: str, *arguments: torch.Tensor | int | float | None) -> None:
-        """Call an entry point; the tensors given are all that its kernels may touch. Errors: those of the emulator."""
-        self._buffers = [span(a) for a in arguments if isinstance(a, torch.Tensor)]
-        self._error = None
-        function: Callable[..., int] = getattr(self._library, name)
-        types = [ARGUMENT_TYPES[code] for code in ENTRY_POINTS[name]]
-        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-        given: list[Any] = [*plain, None]  # the stream comes last: there is none
-        typed = [type_(value) for type_, value in zip(types, given, strict=True)]
-        code = function(*typed)
-        if self._error is not None:
-            raise self._error
-        if code:
-            raise RuntimeError(f"{name}: code {code}")
+    def entry(self, name: str) -> Launch:
+        """Return an entry point, whose tensors are all that its kernels may touch. Errors: those of the emulator."""
+        function = getattr(self._library, name)
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+        packed = packer(name)
+
+        def launch(*arguments: torch.Tensor | int | float | None) -> None:
+            self._buffers = [span(a) for a in arguments if isinstance(a, torch.Tensor)]
+            self._error = None
+            code = function(packed(arguments, 0))  # there is no stream
+            if self._error is not None:
+                raise self._error
+            if code:
+                raise RuntimeError(f"{name}: code {code}")
+
+        return launch
 
     def _launch(self, kernel: int, blocks: int, threads: int, arguments: Any) -> int:
         # An exception must not go through C: it is kept and raised by `call`.

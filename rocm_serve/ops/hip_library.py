@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -16,43 +17,62 @@ from rocm_serve.errors import UserError
 from rocm_serve.ops.hip_provider import CHUNK, MAX_WIDTH
 from rocm_serve.platform.probe import gpus_seen_by_torch
 
-# Arguments of each entry point: p pointer, l int64, f float, i int. The stream, a pointer too, comes last.
+# The struct that each entry point takes a pointer to, in the letters of Python's struct: P pointer, q int64, f float,
+# i int. Tensors come first, the stream last. One argument, because ctypes takes longest over the number of them.
 ENTRY_POINTS: Mapping[str, str] = MappingProxyType(
     {
-        "rs_rms_norm": "ppplllllfip",
-        "rs_add_rms_norm": "ppppllllfip",
-        "rs_rms_norm_fp8": "ppppplllfip",
-        "rs_gated_rms_norm": "pppplllllllfiip",
-        "rs_qk_norm_rope": "ppppppppplllllllllfp",
+        "rs_rms_norm": "PPPqqqqqfiP",
+        "rs_add_rms_norm": "PPPPqqqqfiP",
+        "rs_rms_norm_fp8": "PPPPPqqqfiP",
+        "rs_gated_rms_norm": "PPPPqqqqqqqfiiP",
+        "rs_qk_norm_rope": "PPPPPPPPPqqqqqqqqqfP",
     }
 )
-ARGUMENT_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+
+# Called with the tensors (None: a null pointer) and numbers of its struct, without the stream.
+Launch = Callable[..., None]
 
 
 class Library(Protocol):
     """What a provider calls: the real library here, the emulated one in evals/gfx."""
 
-    def call(self, name: str, *arguments: torch.Tensor | int | float | None) -> None:
-        """Call an entry point. Errors: RuntimeError with the runtime's code."""
+    def entry(self, name: str) -> Launch:
+        """Return an entry point. Errors, of its calls: RuntimeError with the runtime's code."""
+
+
+def packer(name: str) -> Callable[[tuple[torch.Tensor | int | float | None, ...], int], bytes]:
+    """Return what makes the struct of an entry point out of the arguments of a launch and the stream."""
+    layout = ENTRY_POINTS[name]
+    pack = struct.Struct(f"@{layout}").pack
+    pointers = len(layout) - len(layout.lstrip("P"))
+
+    def packed(arguments: tuple[torch.Tensor | int | float | None, ...], stream: int) -> bytes:
+        addresses = [0 if x is None else x.data_ptr() for x in arguments[:pointers]]  # type: ignore[union-attr]
+        return pack(*addresses, *arguments[pointers:], stream)
+
+    return packed
 
 
 class LoadedLibrary:
     """The library in this process. Launches go to the current stream of the first tensor's device."""
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        self._functions = {name: getattr(library, name) for name in ENTRY_POINTS}
-        for name, function in self._functions.items():
-            function.argtypes = [ARGUMENT_TYPES[code] for code in ENTRY_POINTS[name]]
-            function.restype = ctypes.c_int
+        self._library = ctypes.CDLL(str(path))
 
-    def call(self, name: str, *arguments: torch.Tensor | int | float | None) -> None:
-        first = arguments[0]
-        assert isinstance(first, torch.Tensor)
-        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-        code = self._functions[name](*plain, torch.cuda.current_stream(first.device).cuda_stream)
-        if code:
-            raise RuntimeError(f"{name}: the GPU runtime refused the launch with code {code}")
+    def entry(self, name: str) -> Launch:
+        function = getattr(self._library, name)
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+        packed = packer(name)
+        # What torch.cuda.current_stream calls before it makes an object of the answer, which takes as long as a launch.
+        stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+        def launch(*arguments: torch.Tensor | int | float | None) -> None:
+            device: int = arguments[0].get_device()  # type: ignore[union-attr]
+            code = function(packed(arguments, stream_of(device)))
+            if code:
+                raise RuntimeError(f"{name}: the GPU runtime refused the launch with code {code}")
+
+        return launch
 
 
 def why_missing() -> str | None:
@@ -78,18 +98,24 @@ def loaded_library() -> Library:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` as the kernels read it: 16-byte chunks of the last dimension. Copied only where it is not so."""
-    strides_fit = all(stride % CHUNK == 0 for stride in x.stride()[:-1])
-    if x.stride(-1) == 1 and strides_fit and x.data_ptr() % 16 == 0:
-        return x
+    """Return `x` as the kernels read it: 16-byte chunks of the last dimension. Copied only where it is not so.
+
+    The last dimension is a multiple of 8. Strides of dimensions of one are never multiplied with anything but zero.
+    """
+    if not x.data_ptr() % 16:
+        if x.is_contiguous():
+            return x
+        strides = x.stride()
+        if strides[-1] == 1 and not any(stride % CHUNK for stride in strides[:-1]):
+            return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def check(op: str, x: torch.Tensor, max_width: int = MAX_WIDTH) -> None:
-    """Refuse rows that no kernel takes. Errors: ValueError saying what it takes."""
+def check(op: str, x: torch.Tensor, max_width: int = MAX_WIDTH) -> int:
+    """Return the width of rows, the last dimension. Errors: ValueError for rows that no kernel takes."""
     if x.dtype != torch.bfloat16:
         raise ValueError(f"{op} by hip takes bfloat16 rows, not {x.dtype}")
-    if x.shape[-1] % CHUNK or not 0 < x.shape[-1] <= max_width:
-        raise ValueError(
-            f"{op} by hip takes a width that is a multiple of {CHUNK} up to {max_width}, not {x.shape[-1]}"
-        )
+    width: int = x.shape[-1]
+    if width % CHUNK or not 0 < width <= max_width:
+        raise ValueError(f"{op} by hip takes a width that is a multiple of {CHUNK} up to {max_width}, not {width}")
+    return width

@@ -44,9 +44,11 @@ def test_every_entry_point_is_in_a_source() -> None:
     from rocm_serve.ops.hip_library import ENTRY_POINTS
 
     text = " ".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    declared = dict(re.findall(r'extern "C" int (rs_\w+)\(([^)]*)\)', text))
+    declared = dict(re.findall(r'extern "C" int (rs_\w+)\(const (\w+)\* call\)', text))
     assert declared.keys() == ENTRY_POINTS.keys()
-    kinds = {"void*": "p", "i64": "l", "float": "f", "int": "i"}
-    for name, parameters in declared.items():
-        types = [parameter.replace("const", "").split()[0] for parameter in parameters.split(",")]
-        assert "".join(kinds[t] for t in types) == ENTRY_POINTS[name], name
+    letters = {"void*": "P", "i64": "q", "float": "f", "int": "i"}
+    for name, call in declared.items():
+        found = re.search(rf"struct {call} {{(.*?)\n}};", text, re.DOTALL)
+        assert found is not None, call
+        fields = re.findall(r"^ +(?:const )?(\S+) ([^;]+);", found[1], re.MULTILINE)
+        assert "".join(letters[kind] * (names.count(",") + 1) for kind, names in fields) == ENTRY_POINTS[name], name

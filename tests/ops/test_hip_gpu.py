@@ -38,7 +38,7 @@ def test_every_norm_is_bound_to_hip_when_it_is_asked_for() -> None:
     assert {line.op: line.provider for line in ops.report if line.op in NORMS} == dict.fromkeys(NORMS, "hip")
 
 
-@pytest.mark.parametrize("width", [8, 128, 136, 256, 512, 520, 5120, 8192, 8200, 16384])
+@pytest.mark.parametrize("width", [8, 128, 136, 256, 512, 520, 2048, 2056, 4096, 5120, 8192, 8200, 16384])
 def test_a_row_has_the_same_bits_alone_and_among_many(g: torch.Generator, width: int) -> None:
     ops = bind_ops({"rms_norm": "hip", "add_rms_norm": "hip"}, gpus_seen_by_torch().arch)
     count = 8192 if width <= 8192 else 1024

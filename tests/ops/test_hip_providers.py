@@ -5,9 +5,11 @@ What its kernels compute is judged in tests/evals/gfx (emulated) and test_hip_gp
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from kernels_hip import build
 from rocm_serve.errors import UserError
 from rocm_serve.ops import hip_library
 from rocm_serve.ops.bind import OPS, bind_ops, binding_lines
+from rocm_serve.ops.rms_norm import hip as hip_rms_norm
 from rocm_serve.platform.facts import GpuFacts
 
 NORMS = {"rms_norm": "rms_norm", "add_rms_norm": "rms_norm", "gated_rms_norm": "", "qk_norm_rope": ""}
@@ -29,15 +32,22 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
-    def call(self, name: str, *arguments: Any) -> None:
-        assert len(arguments) + 1 == len(hip_library.ENTRY_POINTS[name]), "the stream is the library's"
-        for argument, code in zip(arguments, hip_library.ENTRY_POINTS[name], strict=False):
-            if isinstance(argument, torch.Tensor) or argument is None:
-                assert code == "p"
-            else:
-                assert code == ("f" if isinstance(argument, float) else "i" if isinstance(argument, bool) else code)
-                assert code in "lif"
-        self.calls.append((name, arguments))
+    def entry(self, name: str) -> Any:
+        letters = hip_library.ENTRY_POINTS[name]
+        packed = hip_library.packer(name)
+
+        def launch(*arguments: Any) -> None:
+            assert len(arguments) + 1 == len(letters), "the stream is the library's"
+            assert len(packed(arguments, 0)) == struct.calcsize(letters)
+            for argument, letter in zip(arguments, letters, strict=False):
+                if isinstance(argument, torch.Tensor) or argument is None:
+                    assert letter == "P"
+                else:
+                    assert letter == ("f" if isinstance(argument, float) else "i" if type(argument) is bool else letter)
+                    assert letter in "qif"
+            self.calls.append((name, arguments))
+
+        return launch
 
 
 def function(op: str, library: Recorder) -> Any:
@@ -158,9 +168,14 @@ def test_strides_are_handed_on_and_only_unaligned_rows_are_copied() -> None:
 
 def test_a_residual_stream_that_is_not_aligned_still_receives_the_sum() -> None:
     class Adder(Recorder):
-        def call(self, name: str, *arguments: Any) -> None:
-            super().call(name, *arguments)
-            arguments[1].add_(arguments[0])
+        def entry(self, name: str) -> Any:
+            recorded = super().entry(name)
+
+            def launch(*arguments: Any) -> None:
+                recorded(*arguments)
+                arguments[1].add_(arguments[0])
+
+            return launch
 
     stream = torch.ones(4, 65, dtype=BF16)[:, 1:]
     weight = torch.zeros(64, dtype=BF16)
@@ -168,12 +183,34 @@ def test_a_residual_stream_that_is_not_aligned_still_receives_the_sum() -> None:
     assert bool((stream == 2).all())
 
 
-def test_a_code_of_the_runtime_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stream:
-        cuda_stream = 0
+@pytest.fixture
+def real_library(monkeypatch: pytest.MonkeyPatch) -> tuple[hip_library.LoadedLibrary, list[Any], list[int]]:
+    """A LoadedLibrary whose C side keeps the bytes it was given and returns the last code; the stream is 77."""
+    received: list[Any] = []
+    codes = [0]
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    library = hip_library.LoadedLibrary.__new__(hip_library.LoadedLibrary)
-    library._functions = {"rs_rms_norm": lambda *arguments: 98}
+    def entry_point(packed: bytes) -> int:
+        received.append(packed)
+        return codes[-1]
+
+    class Loaded:
+        rs_rms_norm = staticmethod(entry_point)
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    monkeypatch.setattr(hip_library.ctypes, "CDLL", lambda path: Loaded)
+    return hip_library.LoadedLibrary(Path("kernels.so")), received, codes
+
+
+def test_the_struct_holds_addresses_numbers_and_the_current_stream(real_library: Any) -> None:
+    library, received, _ = real_library
+    x, weight = torch.zeros(3, 64, dtype=BF16), torch.zeros(64, dtype=BF16)
+    y = hip_rms_norm.make_rms_norm(library)(x, weight, eps=0.5, plus_one=True)
+    expected = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), 3, 1, 64, 0, 64, 0.5, 1, 77)
+    assert struct.unpack("@PPPqqqqqfiP", received[0]) == expected
+
+
+def test_a_code_of_the_runtime_is_an_error(real_library: Any) -> None:
+    library, _, codes = real_library
+    codes.append(98)
     with pytest.raises(RuntimeError, match="rs_rms_norm: the GPU runtime refused the launch with code 98"):
-        library.call("rs_rms_norm", torch.zeros(1))
+        library.entry("rs_rms_norm")(torch.zeros(1), None, None, 0, 1, 0, 0, 8, 1e-6, False)

@@ -81,19 +81,39 @@ __device__ __forceinline__ void gated_rows(const Gated& n) {
 extern "C" __global__ void __launch_bounds__(256) gated_rms_norm_128(Gated n) { gated_rows<16, 1>(n); }
 extern "C" __global__ void __launch_bounds__(256) gated_rms_norm_512(Gated n) { gated_rows<32, 2>(n); }
 
+struct GatedRmsNormCall {
+  const void* x;
+  const void* gate;
+  const void* weight;
+  void* y;
+  i64 tokens, heads, x_stride, x_head_stride, gate_stride, gate_head_stride, width;
+  float eps;
+  int weight_is_float, activation;
+  void* stream;
+};
+
 // x and gate are [tokens, heads, width], each with its own strides over tokens and heads; y is contiguous. Width at most
 // 512. Otherwise as rs_rms_norm.
-extern "C" int rs_gated_rms_norm(const void* x, const void* gate, const void* weight, void* y, i64 tokens, i64 heads,
-                                 i64 x_stride, i64 x_head_stride, i64 gate_stride, i64 gate_head_stride, i64 width,
-                                 float eps, int weight_is_float, int activation, void* stream) {
-  const i64 rows = tokens * heads;
+extern "C" int rs_gated_rms_norm(const GatedRmsNormCall* call) {
+  const GatedRmsNormCall& c = *call;
+  const i64 rows = c.tokens * c.heads;
   if (rows == 0) return 0;
-  const Gated n = {(const u16*)x, (const u16*)gate, weight, (u16*)y, {x_stride, x_head_stride, (u32)heads},
-                   {gate_stride, gate_head_stride, (u32)heads}, (u32)rows, (int)(width / 8), 1.0 / (double)width, eps,
-                   weight_is_float, activation};
-  if (width <= 128)
-    gated_rms_norm_128<<<(n.rows + 15) / 16, 256, 0, (gpu_stream)stream>>>(n);
+  const Gated n = {(const u16*)c.x,
+                   (const u16*)c.gate,
+                   c.weight,
+                   (u16*)c.y,
+                   {c.x_stride, c.x_head_stride, (u32)c.heads},
+                   {c.gate_stride, c.gate_head_stride, (u32)c.heads},
+                   (u32)rows,
+                   (int)(c.width / 8),
+                   1.0 / (double)c.width,
+                   c.eps,
+                   c.weight_is_float,
+                   c.activation};
+  const gpu_stream stream = (gpu_stream)c.stream;
+  if (c.width <= 128)
+    gated_rms_norm_128<<<(n.rows + 15) / 16, 256, 0, stream>>>(n);
   else
-    gated_rms_norm_512<<<(n.rows + 7) / 8, 256, 0, (gpu_stream)stream>>>(n);
+    gated_rms_norm_512<<<(n.rows + 7) / 8, 256, 0, stream>>>(n);
   return RS_LAST_ERROR();
 }

@@ -82,19 +82,33 @@ extern "C" __global__ void __launch_bounds__(256)
   if (exists && live) store16(y + (((i64)token * heads + own) * chunks + chunk) * 8, pack(value));
 }
 
+struct QkNormRopeCall {
+  const void* q;
+  const void* k;
+  const void* q_weight;
+  const void* k_weight;
+  void* q_out;
+  void* k_out;
+  const void* cos;
+  const void* sin;
+  const void* positions;
+  i64 tokens, q_heads, k_heads, q_stride, q_head_stride, k_stride, k_head_stride, width, half;
+  float eps;
+  void* stream;
+};
+
 // q and k are [tokens, heads, width] with strides over tokens and heads; results are contiguous. Width at most 256,
 // `half` (R) a multiple of 8 and 2 R at most the width; positions are int64, each a row of cos and sin (fp32 [P, R]).
-extern "C" int rs_qk_norm_rope(const void* q, const void* k, const void* q_weight, const void* k_weight, void* q_out,
-                               void* k_out, const void* cos, const void* sin, const void* positions, i64 tokens,
-                               i64 q_heads, i64 k_heads, i64 q_stride, i64 q_head_stride, i64 k_stride,
-                               i64 k_head_stride, i64 width, i64 half, float eps, void* stream) {
-  const i64 rows = tokens * (q_heads + k_heads);
+extern "C" int rs_qk_norm_rope(const QkNormRopeCall* call) {
+  const QkNormRopeCall& c = *call;
+  const i64 rows = c.tokens * (c.q_heads + c.k_heads);
   if (rows == 0) return 0;
-  const Heads queries = {(const u16*)q, (const u16*)q_weight, (u16*)q_out, q_stride, q_head_stride, (u32)q_heads};
-  const Heads keys = {(const u16*)k, (const u16*)k_weight, (u16*)k_out, k_stride, k_head_stride, (u32)k_heads};
-  const Turn turn = {(const float*)cos, (const float*)sin, (const i64*)positions, (int)(half / 8)};
-  qk_norm_rope_256<<<(u32)((rows + 7) / 8), kThreads, 0, (gpu_stream)stream>>>(queries, keys, turn, (u32)rows,
-                                                                              (int)(width / 8), 1.0 / (double)width,
-                                                                              eps);
+  const Heads queries = {(const u16*)c.q, (const u16*)c.q_weight, (u16*)c.q_out, c.q_stride, c.q_head_stride,
+                         (u32)c.q_heads};
+  const Heads keys = {(const u16*)c.k, (const u16*)c.k_weight, (u16*)c.k_out, c.k_stride, c.k_head_stride,
+                      (u32)c.k_heads};
+  const Turn turn = {(const float*)c.cos, (const float*)c.sin, (const i64*)c.positions, (int)(c.half / 8)};
+  qk_norm_rope_256<<<(u32)((rows + 7) / 8), kThreads, 0, (gpu_stream)c.stream>>>(
+      queries, keys, turn, (u32)rows, (int)(c.width / 8), 1.0 / (double)c.width, c.eps);
   return RS_LAST_ERROR();
 }

@@ -100,72 +100,107 @@ __device__ __forceinline__ void norm_rows(const Norm& n, const Out& out) {
 
 }  // namespace
 
-// A kernel's name says how many columns it takes: 128, 512, 8192, 16384.
-#define NORM_KERNELS(NAME, ADD, OUT)                                                                    \
-  extern "C" __global__ void __launch_bounds__(256) NAME##_512(Norm n, OUT out) {                       \
-    norm_rows<256, 32, 2, ADD>(n, out);                                                                 \
-  }                                                                                                     \
-  extern "C" __global__ void __launch_bounds__(256) NAME##_8192(Norm n, OUT out) {                      \
-    norm_rows<256, 0, 4, ADD>(n, out);                                                                  \
-  }                                                                                                     \
-  extern "C" __global__ void __launch_bounds__(512) NAME##_16384(Norm n, OUT out) {                     \
-    norm_rows<512, 0, 4, ADD>(n, out);                                                                  \
+// A kernel's name says how many columns it takes. Blocks of 128 threads where a row is short: an SM or CU then has
+// more rows on their way while others are summed.
+#define NORM_KERNEL(NAME, THREADS, LANES, CHUNKS, ADD, OUT)                       \
+  extern "C" __global__ void __launch_bounds__(THREADS) NAME(Norm n, OUT out) {   \
+    norm_rows<THREADS, LANES, CHUNKS, ADD>(n, out);                               \
   }
+#define NORM_KERNELS(NAME, ADD, OUT)                      \
+  NORM_KERNEL(NAME##_512, kRowsThreads, 32, 2, ADD, OUT)  \
+  NORM_KERNEL(NAME##_2048, 128, 0, 2, ADD, OUT)           \
+  NORM_KERNEL(NAME##_4096, 128, 0, 4, ADD, OUT)           \
+  NORM_KERNEL(NAME##_8192, 256, 0, 4, ADD, OUT)           \
+  NORM_KERNEL(NAME##_16384, 512, 0, 4, ADD, OUT)
 NORM_KERNELS(rms_norm, false, Bf16Out)
 NORM_KERNELS(add_rms_norm, true, Bf16Out)
 NORM_KERNELS(rms_norm_fp8, false, Fp8Out)
-extern "C" __global__ void __launch_bounds__(256) rms_norm_128(Norm n, Bf16Out out) {
-  norm_rows<256, 16, 1, false>(n, out);
-}
+NORM_KERNEL(rms_norm_128, kRowsThreads, 16, 1, false, Bf16Out)
 
 #define LAUNCH(NAME, THREADS, PER_BLOCK, OUT) \
-  NAME<<<(n.rows + (PER_BLOCK) - 1) / (PER_BLOCK), THREADS, 0, (gpu_stream)stream>>>(n, OUT)
-#define LAUNCH_BY_WIDTH(NAME, OUT)                        \
-  if (width <= 512)                                       \
-    LAUNCH(NAME##_512, kRowsThreads, 8, OUT);             \
-  else if (width <= 8192)                                 \
-    LAUNCH(NAME##_8192, 256, 1, OUT);                     \
-  else                                                    \
+  NAME<<<(n.rows + (PER_BLOCK) - 1) / (PER_BLOCK), THREADS, 0, (gpu_stream)c.stream>>>(n, OUT)
+#define LAUNCH_BY_WIDTH(NAME, OUT)            \
+  if (c.width <= 512)                         \
+    LAUNCH(NAME##_512, kRowsThreads, 8, OUT); \
+  else if (c.width <= 2048)                   \
+    LAUNCH(NAME##_2048, 128, 1, OUT);         \
+  else if (c.width <= 4096)                   \
+    LAUNCH(NAME##_4096, 128, 1, OUT);         \
+  else if (c.width <= 8192)                   \
+    LAUNCH(NAME##_8192, 256, 1, OUT);         \
+  else                                        \
     LAUNCH(NAME##_16384, 512, 1, OUT);
 
-static Norm make_norm(const void* x, const void* weight, void* residual, i64 rows, i64 inner, i64 outer_stride,
-                      i64 inner_stride, i64 residual_stride, i64 width, float eps, int plus_one) {
-  return {(const u16*)x, (const u16*)weight, (u16*)residual, {outer_stride, inner_stride, (u32)inner},
-          {residual_stride, 0, 1}, (u32)rows, (int)(width / 8), 1.0 / (double)width, eps, plus_one};
+template <class Call>
+static Norm make_norm(const Call& c, void* residual, Rows x_rows, i64 residual_stride) {
+  return {(const u16*)c.x, (const u16*)c.weight, (u16*)residual,        x_rows, {residual_stride, 0, 1},
+          (u32)c.rows,     (int)(c.width / 8),   1.0 / (double)c.width, c.eps,  c.plus_one};
 }
 
-// Entry points. Pointers are 16-byte aligned, strides (in elements) and width multiples of 8, width at most 16384, rows
-// fewer than 2^31; the caller has checked. Row r of x is at (r / inner) * outer_stride + (r % inner) * inner_stride.
+// Entry points take one struct, which Python packs (rocm_serve/ops/hip_library.py). Pointers are 16-byte aligned, strides
+// (in elements) and width multiples of 8, width at most 16384, rows fewer than 2^31; the caller has checked.
 // They return the runtime's error code, 0 when the launch was accepted.
 
-extern "C" int rs_rms_norm(const void* x, const void* weight, void* y, i64 rows, i64 inner, i64 outer_stride,
-                           i64 inner_stride, i64 width, float eps, int plus_one, void* stream) {
-  if (rows == 0) return 0;
-  const Norm n =
-      make_norm(x, weight, nullptr, rows, inner, outer_stride, inner_stride, 0, width, eps, plus_one);
-  const Bf16Out out = {(u16*)y};
-  if (width <= 128)
+struct RmsNormCall {
+  const void* x;
+  const void* weight;
+  void* y;
+  i64 rows, inner, outer_stride, inner_stride, width;
+  float eps;
+  int plus_one;
+  void* stream;
+};
+
+// Row r of x is at (r / inner) * outer_stride + (r % inner) * inner_stride.
+extern "C" int rs_rms_norm(const RmsNormCall* call) {
+  const RmsNormCall& c = *call;
+  if (c.rows == 0) return 0;
+  const Norm n = make_norm(c, nullptr, {c.outer_stride, c.inner_stride, (u32)c.inner}, 0);
+  const Bf16Out out = {(u16*)c.y};
+  if (c.width <= 128)
     LAUNCH(rms_norm_128, kRowsThreads, 16, out);
   else
     LAUNCH_BY_WIDTH(rms_norm, out)
   return RS_LAST_ERROR();
 }
 
-extern "C" int rs_add_rms_norm(const void* x, void* residual, const void* weight, void* y, i64 rows, i64 x_stride,
-                               i64 residual_stride, i64 width, float eps, int plus_one, void* stream) {
-  if (rows == 0) return 0;
-  const Norm n = make_norm(x, weight, residual, rows, 1, x_stride, 0, residual_stride, width, eps, plus_one);
-  const Bf16Out out = {(u16*)y};
+struct AddRmsNormCall {
+  const void* x;
+  void* residual;
+  const void* weight;
+  void* y;
+  i64 rows, x_stride, residual_stride, width;
+  float eps;
+  int plus_one;
+  void* stream;
+};
+
+extern "C" int rs_add_rms_norm(const AddRmsNormCall* call) {
+  const AddRmsNormCall& c = *call;
+  if (c.rows == 0) return 0;
+  const Norm n = make_norm(c, c.residual, {c.x_stride, 0, 1}, c.residual_stride);
+  const Bf16Out out = {(u16*)c.y};
   LAUNCH_BY_WIDTH(add_rms_norm, out)
   return RS_LAST_ERROR();
 }
 
-// scales is [rows, ceil(width / 128)]; y receives the bf16 norm too unless it is null.
-extern "C" int rs_rms_norm_fp8(const void* x, const void* weight, void* values, void* scales, void* y, i64 rows,
-                               i64 x_stride, i64 width, float eps, int plus_one, void* stream) {
-  if (rows == 0) return 0;
-  const Norm n = make_norm(x, weight, nullptr, rows, 1, x_stride, 0, 0, width, eps, plus_one);
-  const Fp8Out out = {(unsigned char*)values, (float*)scales, (u16*)y};
+struct RmsNormFp8Call {
+  const void* x;
+  const void* weight;
+  void* values;
+  void* scales;  // [rows, ceil(width / 128)]
+  void* y;       // receives the bf16 norm too, unless it is null
+  i64 rows, x_stride, width;
+  float eps;
+  int plus_one;
+  void* stream;
+};
+
+extern "C" int rs_rms_norm_fp8(const RmsNormFp8Call* call) {
+  const RmsNormFp8Call& c = *call;
+  if (c.rows == 0) return 0;
+  const Norm n = make_norm(c, nullptr, {c.x_stride, 0, 1}, 0);
+  const Fp8Out out = {(unsigned char*)c.values, (float*)c.scales, (u16*)c.y};
   LAUNCH_BY_WIDTH(rms_norm_fp8, out)
   return RS_LAST_ERROR();
 }

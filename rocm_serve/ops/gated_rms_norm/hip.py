@@ -13,23 +13,25 @@ _ACTIVATIONS = {"silu": 0, "sigmoid": 1}
 
 def make_gated_rms_norm(library: Library) -> OpFunction:
     """Return the op's function."""
+    launch = library.entry("rs_gated_rms_norm")
 
     def gated_rms_norm(
         x_THD: torch.Tensor, gate_THD: torch.Tensor, weight_D: torch.Tensor, *, eps: float, activation: str
     ) -> torch.Tensor:
         """Shapes: x, gate [T, H, D] bfloat16, weight [D] bfloat16 or float32 -> [T, H, D]."""
-        check("gated_rms_norm", x_THD, MAX_WIDTH)
+        width = check("gated_rms_norm", x_THD, MAX_WIDTH)
         check("gated_rms_norm", gate_THD, MAX_WIDTH)
         if activation not in _ACTIVATIONS:
             raise ValueError(f"gated_rms_norm knows the activations silu and sigmoid, not {activation!r}")
         if weight_D.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"gated_rms_norm by hip takes a weight of bfloat16 or float32, not {weight_D.dtype}")
         x, gate, weight = aligned(x_THD), aligned(gate_THD), aligned(weight_D)
-        y = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
-        tokens, heads, width = x.shape
-        strides = (x.stride(0), x.stride(1), gate.stride(0), gate.stride(1))
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        tokens, heads, _ = x.shape
+        (x_stride, x_head, _), (gate_stride, gate_head, _) = x.stride(), gate.stride()
+        strides = (x_stride, x_head, gate_stride, gate_head)
         flags = (weight.dtype == torch.float32, _ACTIVATIONS[activation])
-        library.call("rs_gated_rms_norm", x, gate, weight, y, tokens, heads, *strides, width, eps, *flags)
+        launch(x, gate, weight, y, tokens, heads, *strides, width, eps, *flags)
         return y
 
     return gated_rms_norm

@@ -16,6 +16,7 @@ MAX_WIDTH = 256
 
 def make_qk_norm_rope(library: Library) -> OpFunction:
     """Return the op's function."""
+    launch = library.entry("rs_qk_norm_rope")
 
     def qk_norm_rope(
         q_THD: torch.Tensor,
@@ -41,12 +42,12 @@ def make_qk_norm_rope(library: Library) -> OpFunction:
             )
         q, k = aligned(q_THD), aligned(k_TGD)
         weights = (aligned(q_weight_D), aligned(k_weight_D))
-        turned = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
+        q_out, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
         table = (aligned(cos_PR.contiguous()), aligned(sin_PR.contiguous()), positions_T.long().contiguous())
-        sizes = (q.shape[0], q.shape[1], k.shape[1])
-        strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
-        tail = (*sizes, *strides, q.shape[2], half, eps)
-        library.call("rs_qk_norm_rope", q, k, *weights, *turned, *table, *tail)
-        return turned[0], turned[1]
+        (tokens, q_heads, width), k_heads = q.shape, k.shape[1]
+        (q_stride, q_head, _), (k_stride, k_head, _) = q.stride(), k.stride()
+        sizes = (tokens, q_heads, k_heads, q_stride, q_head, k_stride, k_head, width, half)
+        launch(q, k, *weights, q_out, k_out, *table, *sizes, eps)
+        return q_out, k_out
 
     return qk_norm_rope

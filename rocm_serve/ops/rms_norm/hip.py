@@ -11,15 +11,14 @@ from rocm_serve.ops.hip_library import Library, aligned, check
 
 def make_rms_norm(library: Library) -> OpFunction:
     """Return the op's function."""
+    launch = library.entry("rs_rms_norm")
 
     def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, *, eps: float, plus_one: bool) -> torch.Tensor:
         """Shapes: x [..., H] bfloat16, weight [H] of the same dtype -> [..., H]. Errors: ValueError for another H."""
-        check("rms_norm", x_TH)
-        x = aligned(x_TH)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rows, inner, outer_stride, inner_stride = _as_rows(x)
-        strides = (rows, inner, outer_stride, inner_stride, x.shape[-1])
-        library.call("rs_rms_norm", x, _weight(weight_H, x), y, *strides, eps, plus_one)
+        width = check("rms_norm", x_TH)
+        x, weight = aligned(x_TH), _weight(weight_H, width)
+        y = _fresh(x)
+        launch(x, weight, y, *_as_rows(x, width), width, eps, plus_one)
         return y
 
     return rms_norm
@@ -27,16 +26,16 @@ def make_rms_norm(library: Library) -> OpFunction:
 
 def make_add_rms_norm(library: Library) -> OpFunction:
     """Return the op's function."""
+    launch = library.entry("rs_add_rms_norm")
 
     def add_rms_norm(
         x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, *, eps: float, plus_one: bool
     ) -> torch.Tensor:
         """Shapes: x, residual [T, H] bfloat16, weight [H] -> [T, H]; `residual` then holds x + residual."""
-        check("add_rms_norm", x_TH)
-        x, residual = aligned(x_TH), aligned(residual_TH)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        sizes = (x.shape[0], x.stride(0), residual.stride(0), x.shape[1])
-        library.call("rs_add_rms_norm", x, residual, _weight(weight_H, x), y, *sizes, eps, plus_one)
+        width = check("add_rms_norm", x_TH)
+        x, residual, weight = aligned(x_TH), aligned(residual_TH), _weight(weight_H, width)
+        y = _fresh(x)
+        launch(x, residual, weight, y, x.shape[0], x.stride(0), residual.stride(0), width, eps, plus_one)
         if residual is not residual_TH:
             residual_TH.copy_(residual)
         return y
@@ -60,20 +59,23 @@ def rms_norm_fp8(
     `dtype` is the dialect of the GPU: the library holds only that one.
     Source: quantise_rows(rms_norm(x)), bit for bit.
     """
-    check("rms_norm_fp8", x_TH)
-    x = aligned(x_TH)
-    rows, width = x.shape
+    width = check("rms_norm_fp8", x_TH)
+    x, weight = aligned(x_TH), _weight(weight_H, width)
+    rows = x.shape[0]
     values = torch.empty(rows, width, dtype=dtype, device=x.device)
     scales = torch.empty(rows, -(-width // BLOCK), dtype=torch.float32, device=x.device)
-    y = torch.empty(rows, width, dtype=x.dtype, device=x.device) if with_norm else None
-    sizes = (rows, x.stride(0), width)
-    library.call("rs_rms_norm_fp8", x, _weight(weight_H, x), values, scales, y, *sizes, eps, plus_one)
+    y = _fresh(x) if with_norm else None
+    library.entry("rs_rms_norm_fp8")(x, weight, values, scales, y, rows, x.stride(0), width, eps, plus_one)
     return values, scales, y
 
 
-def _as_rows(x: torch.Tensor) -> tuple[int, int, int, int]:
+def _fresh(x: torch.Tensor) -> torch.Tensor:
+    """Return an unwritten contiguous tensor of the shape of `x`."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _as_rows(x: torch.Tensor, width: int) -> tuple[int, int, int, int]:
     """Return rows, inner rows, and the strides over outer and inner rows, of any number of leading dimensions."""
-    width = x.shape[-1]
     if x.is_contiguous():
         return x.numel() // width, 1, width, 0
     if x.dim() == 2:
@@ -83,9 +85,7 @@ def _as_rows(x: torch.Tensor) -> tuple[int, int, int, int]:
     raise ValueError(f"rms_norm by hip takes a strided x of 2 or 3 dimensions, not {x.dim()}")
 
 
-def _weight(weight_H: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    if weight_H.dtype != x.dtype or weight_H.shape != x.shape[-1:]:
-        raise ValueError(
-            f"a weight of {x.dtype} {tuple(x.shape[-1:])} is wanted, not {weight_H.dtype} {weight_H.shape}"
-        )
+def _weight(weight_H: torch.Tensor, width: int) -> torch.Tensor:
+    if weight_H.dtype != torch.bfloat16 or weight_H.shape != (width,):
+        raise ValueError(f"a weight of torch.bfloat16 ({width},) is wanted, not {weight_H.dtype} {weight_H.shape}")
     return aligned(weight_H)
