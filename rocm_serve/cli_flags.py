@@ -49,6 +49,7 @@ HELP: Mapping[str, str] = MappingProxyType(
         "mem_fraction": "Share of GPU memory (else 0.9; CPU: of free RAM over all workers, else 0.5).",
         "load_format": "dummy: random weights, nothing is read.",
         "enforce_eager": "No device graphs.",
+        "graph_max_batch": "Largest decode batch replayed as a device graph; 0: none; else up to 256.",
         "all_reduce": "library: RCCL's, gloo's; aiter: AITER's own kernels for small sums.",
         "attention_backend": "Provider to prefer where the device has it.",
         "op": "Provider of an op.",

@@ -25,7 +25,7 @@ DOES_NOT_FIT = 1
 _OF_A_GPU = (
     *("max_model_len", "kv_cache_dtype", "mem_fraction", "page_size", "chunked_prefill_size", "max_running_requests"),
     *("max_total_tokens", "dtype", "enforce_eager", "fp8_activation", "expert_capacity", "allow_unvalidated"),
-    *("speculative", "draft_tokens"),
+    *("speculative", "draft_tokens", "graph_max_batch"),
 )
 _OF_WEIGHTS = ("tp", "pp", "ep", "expert_exchange", "expert_placement")
 
@@ -61,6 +61,7 @@ def plan(
     fp8_activation: Annotated[Text, typer.Option(help="As for serve.", show_default=False)] = None,
     dtype: Annotated[Text, typer.Option(help="As for serve.", show_default=False)] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="As for serve.")] = False,
+    graph_max_batch: Annotated[Number, typer.Option(help="As for serve.", show_default=False)] = None,
     speculative: Annotated[Text, typer.Option(help="As for serve.", show_default=False)] = None,
     draft_tokens: Annotated[Number, typer.Option(help="As for serve.", show_default=False)] = None,
     rank: Annotated[Number, typer.Option(help="Weights of one rank only; without a GPU.", show_default=False)] = None,

@@ -36,6 +36,8 @@ SPELLINGS: Mapping[str, str] = MappingProxyType(
         "--context-len": "max_model_len",
         "--block-size": "page_size",
         "--random-seed": "seed",
+        "--cuda-graph-max-bs": "graph_max_batch",
+        "--max-cudagraph-capture-size": "graph_max_batch",
     }
 )
 
@@ -79,9 +81,7 @@ NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
     {
         "--disable-radix-cache": NoEffect("there is no prefix cache: every prompt is computed"),
         "--no-enable-prefix-caching": NoEffect("there is no prefix cache: every prompt is computed"),
-        "--cuda-graph-max-bs": NoEffect("no device graphs are captured", ()),
-        "--max-cudagraph-capture-size": NoEffect("no device graphs are captured", ()),
-        "--disable-cuda-graph-padding": NoEffect("no device graphs are captured"),
+        "--disable-cuda-graph-padding": NoEffect("few sizes are captured, and batches are padded to them"),
         "--trust-remote-code": NoEffect("no code is ever taken from a checkpoint"),
         "--quantization": NoEffect("each tensor's format is read from the checkpoint", ("fp8",)),
         "--dp-size": NoEffect("there is one replica", ("1",)),
@@ -120,8 +120,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "--enable-prefix-caching": "there is no prefix cache; nothing replaces it, leave the flag out",
         "--max-prefill-tokens": "the prompt rows of a step are --chunked-prefill-size",
-        "--cuda-graph-bs": "no device graphs are captured; leave the flag out",
-        "--cuda-graph-capture-sizes": "no device graphs are captured; leave the flag out",
+        "--cuda-graph-bs": "the sizes are powers of two up to --graph-max-batch",
+        "--cuda-graph-capture-sizes": "the sizes are powers of two up to --graph-max-batch",
         "--compilation-config": "the model is not compiled; leave the flag out",
         "--enable-torch-compile": "the model is not compiled; leave the flag out",
         "--tokenizer": "the tokenizer is read from the folder of --model",

@@ -56,6 +56,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mem_fraction: float | None = None  # None: 0.9 of a GPU's memory, 0.5 of free RAM
     load_format: Literal["auto", "dummy"] = "auto"
     enforce_eager: bool = False
+    graph_max_batch: int | None = None  # largest decode batch that is captured; None: see config/graphs.py; 0: none
     attention_backend: Auto | AttentionBackendName = "auto"  # a wish: the first choice wherever the device has it
     op: dict[str, str] = {}  # op name, or "layers.N.op", -> provider
     seed: int = 0
@@ -99,6 +100,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     torch_threads: int  # per worker
     run_dir: str  # sockets and logs of this run
     preferred: dict[str, str] = {}  # op -> provider that is tried first
+    graph_max_batch: int = 0  # largest decode batch that is captured as a device graph; 0: none
     fp8_activation: Fp8ActivationName = "bf16"
     all_reduce: AllReduceName = "library"
     expert_exchange: ExchangeName = "local"

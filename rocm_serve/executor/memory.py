@@ -11,6 +11,7 @@ from math import prod
 import msgspec
 
 from rocm_serve.cache.layout import CACHE_ITEMSIZE, StageLayout, stage_layout
+from rocm_serve.config.graphs import batch_sizes
 from rocm_serve.config.load import FIELDS, flag_name
 from rocm_serve.config.resolve import check_total_tokens
 from rocm_serve.config.schema import Resolved
@@ -156,13 +157,19 @@ def communicator_bytes(coord: Coord, resolved: Resolved) -> int:
 
 
 def graph_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
-    """Estimate device graphs of decode steps: one pool for the largest, and the nodes of one graph per power of two."""
-    if resolved.device == "cpu" or resolved.enforce_eager:
+    """Estimate device graphs of decode steps: one pool for the largest, what each leaves for others, and their nodes.
+
+    Steps of all sizes share the pool, but what a step leaves behind (logits, or rows for the next stage) has its own.
+    """
+    if not resolved.graph_max_batch:
         return 0
-    decode = msgspec.structs.replace(resolved, chunked_prefill_size=0)
-    graphs = resolved.max_running_requests.bit_length()
+    sizes = batch_sizes(resolved.graph_max_batch)
+    decode = msgspec.structs.replace(resolved, chunked_prefill_size=0, max_running_requests=sizes[-1])
     nodes = GRAPH_NODES_OF_LAYER * len(stage_layers(facts, coord))
-    return step_bytes(params, facts, coord, decode) + graphs * nodes * GRAPH_NODE_BYTES
+    left = facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
+    if coord.last_stage:
+        left += 4 * -(-facts.vocab_size // coord.mesh.tp)
+    return step_bytes(params, facts, coord, decode) + sum(sizes) * left + len(sizes) * nodes * GRAPH_NODE_BYTES
 
 
 def gpu_memory(total_bytes: int, free_bytes: int, resolved: Resolved) -> int:

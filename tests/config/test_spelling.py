@@ -46,8 +46,8 @@ def test_the_same_setting_under_another_name(theirs: str, ours: str) -> None:
     ("text", "notes"),
     [
         ("--disable-radix-cache", ["--disable-radix-cache has no effect: there is no prefix cache"]),
-        ("--cuda-graph-max-bs 8", ["--cuda-graph-max-bs 8 has no effect: no device graphs"]),
-        ("--cuda-graph-max-bs=8", ["--cuda-graph-max-bs 8 has no effect: no device graphs"]),
+        ("--decode-log-interval 8", ["--decode-log-interval 8 has no effect: numbers are in /metrics"]),
+        ("--decode-log-interval=8", ["--decode-log-interval 8 has no effect: numbers are in /metrics"]),
         ("-q fp8 -dp 1", ["-q fp8 has no effect: each tensor's format", "-dp 1 has no effect: there is one replica"]),
     ],
 )

@@ -46,7 +46,7 @@ ENVIRONMENT = {
 # What a line of the report says of each flag that changes nothing here.
 TOLD = (
     "--disable-radix-cache has no effect: there is no prefix cache",
-    "--cuda-graph-max-bs 8 has no effect: no device graphs",
+    "--graph-max-batch 8 has no effect: a CPU has no device graphs",
     "--attention-backend aiter: no such provider of attention_prefill and attention_decode on cpu; reference is bound",
     "SGLANG_USE_AITER is not read here",
 )

@@ -192,3 +192,27 @@ def test_weights_that_fit_but_cannot_be_laid_out_are_refused_with_the_way_out() 
     memory.check_preparation(1, allowed=800, weights=900, preparing=0)  # bytes_for_caches says that
     with pytest.raises(UserError, match="rank 1 may use 1 KB .* 900 bytes, .* 101 bytes more .*--op OP=reference"):
         memory.check_preparation(1, allowed=1000, weights=900, preparing=101)
+
+
+@pytest.mark.parametrize(("tp", "pp", "rank"), [(1, 1, 0), (2, 2, 0), (2, 2, 3)])
+def test_graphs_cost_a_step_of_the_largest_batch_and_what_every_size_leaves(tp: int, pp: int, rank: int) -> None:
+    """Two sizes more, 16 and 32: only what they leave, their nodes, and the larger pool come on top."""
+    coord = Mesh(tp, pp).coord(rank)
+    params = stage_params(facts(), coord, formats=ConfigFormats(facts()), mtp=False)
+
+    def costs(most: int) -> int:
+        wish = resolved(tp=tp, pp=pp, device="rocm", dtype="bfloat16", graph_max_batch=most, max_running_requests=64)
+        return memory.graph_bytes(params, facts(), coord, wish)
+
+    def pool(most: int) -> int:
+        wish = resolved(
+            tp=tp, pp=pp, device="rocm", dtype="bfloat16", max_running_requests=most, chunked_prefill_size=0
+        )
+        return memory.step_bytes(params, facts(), coord, wish)
+
+    assert costs(0) == 0
+    row = 4 * facts().vocab_size // tp if coord.last_stage else 0
+    row += 2 * facts().hidden_size
+    layers = facts().num_layers // pp
+    nodes = 2 * layers * memory.GRAPH_NODES_OF_LAYER * memory.GRAPH_NODE_BYTES
+    assert costs(32) - costs(8) == pool(32) - pool(8) + 48 * row + nodes
