@@ -22,8 +22,18 @@ def _is_timed(item: pytest.Item) -> bool:
     return inside or item.get_closest_marker("slow") is not None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--by-hand", action="store_true", help="run tests marked by_hand, too")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give tests of several processes, and slow ones, a second try. The summary names each; failing twice fails."""
+    """Leave out tests marked by_hand unless they are asked for; give tests of several processes, and slow ones, a second
+    try. The summary names each; failing twice fails.
+    """
+    if not config.getoption("--by-hand"):
+        left = [item for item in items if item.get_closest_marker("by_hand")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
     if not config.pluginmanager.hasplugin("rerunfailures"):  # `make test-gpu` runs with what an image holds
         return
     for item in items:
