@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked by_hand unless they are asked for; give tests of several processes, and slow ones, a second
+    """Leave out tests marked by_hand unless asked for; give tests of several processes, and slow ones, a second
     try. The summary names each; failing twice fails.
     """
     if not config.getoption("--by-hand"):
