@@ -131,7 +131,8 @@ def _ranks(
     itemsize = CACHE_ITEMSIZE[resolved.dtype]
     weights = plan_rank(facts, coord, table.params, model_itemsize=itemsize, stored=table.stored)
     assert weights.total_bytes == memory.weight_bytes(table.params, coord, resolved)
-    allowed = memory.gpu_memory(gpu.hbm_bytes, gpu.hbm_bytes - memory.RUNTIME_BYTES - heap, resolved)
+    sums = memory.summing_bytes(resolved)
+    allowed = memory.gpu_memory(gpu.hbm_bytes, gpu.hbm_bytes - memory.RUNTIME_BYTES - heap - sums, resolved)
     step = memory.step_bytes(table.params, facts, coord, resolved)
     first = RankMemory(
         weights=weights,
@@ -140,6 +141,7 @@ def _ranks(
         step=step,
         exchange=experts_memory.step_staging(table.params, facts, resolved, memory.step_rows(resolved)),
         heap=heap,
+        sums=sums,
         cache=allowed - weights.total_bytes - step,
         page=memory.page_bytes(facts, coord, resolved),
         slot=memory.slot_bytes(facts, coord, resolved),

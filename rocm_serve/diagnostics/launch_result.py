@@ -23,6 +23,7 @@ class RankMemory:
     step: int
     exchange: int  # of `step`: rows on their way to experts
     heap: int  # MORI's, reserved before `allowed` is measured
+    sums: int  # AITER's buffers for sums over ranks, likewise
     cache: int  # left of the budget for pages and slots; negative when there is nothing left
     page: int
     slot: int

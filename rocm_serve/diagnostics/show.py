@@ -52,7 +52,8 @@ def head_lines(launch: Launch) -> Iterator[str]:
             f" neutral: {_split(launch.neutral_with_mtp)}"
         )
     one = launch.ranks[0]
-    heap = f" and {human(one.heap)} of MORI's heap" if one.heap else ""
+    reserved = ((one.heap, "MORI's heap"), (one.sums, "AITER's buffers for sums over ranks"))
+    heap = "".join(f" and {human(size)} of {what}" for size, what in reserved if size)
     yield (
         f"budget of a rank: --mem-fraction {resolved.mem_fraction:g} of {human(gpu.hbm_bytes)} less"
         f" {human(one.runtime)} of driver and libraries (estimated){heap} = {human(one.allowed)};"
@@ -174,6 +175,7 @@ def _rank_json(one: RankMemory) -> dict[str, object]:
         "step_bytes": one.step,
         "exchange_bytes": one.exchange,
         "heap_bytes": one.heap,
+        "sums_bytes": one.sums,
         "cache_bytes": one.cache,
         "page_bytes": one.page,
         "slot_bytes": one.slot,

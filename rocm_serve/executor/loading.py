@@ -132,14 +132,14 @@ def load_stage_model(
     _, units = _arch_of(device)
     # First of all: what exchanges take of a GPU is no longer free then, and whatever is missing shows at once.
     experts = build_exchanges(facts, plan, coord, resolved, comm, host=host, compute_units=units, dtype=dtype)
-    allowed = _allowed_bytes(resolved, device)
+    allowed, held = _allowed_and_held(resolved, device)
     reader = CheckpointReader(resolved.model) if resolved.load_format == "auto" else None
     drafts = resolved.draft_tokens > 0
     formats = ConfigFormats(facts) if reader is None else stage_catalogue(reader, facts, coord, mtp=drafts)
     params = stage_params(facts, coord, formats=formats, mtp=drafts, experts=plan)
     weights = memory.weight_bytes(params, coord, resolved)
     step = memory.step_bytes(params, facts, coord, resolved)
-    caches = memory.bytes_for_caches(coord.rank, allowed, weights, step)
+    caches = memory.bytes_for_caches(coord.rank, allowed, weights, step, held=held)
     ops = _bind(facts, params, coord, resolved, device, board, table, moved)
     memory.check_preparation(
         coord.rank, allowed, weights, memory.preparation_bytes(params, coord, resolved, ops.preparing)
@@ -251,12 +251,12 @@ def dialect_of(device: torch.device) -> Fp8Dialect:
     return fp8_dialect("rocm" if gpus.kind == "rocm" else "cuda", gpus.arch)
 
 
-def _allowed_bytes(resolved: Resolved, device: torch.device) -> int:
-    """Bytes that this worker may use in all, seen before it has taken any."""
+def _allowed_and_held(resolved: Resolved, device: torch.device) -> tuple[int, int]:
+    """Bytes that this worker may use in all, and those of its GPU in use before it has taken any for the model."""
     if device.type == "cpu":
-        return memory.cpu_memory(free_ram_bytes(), resolved)
+        return memory.cpu_memory(free_ram_bytes(), resolved), 0
     free, total = free_device_bytes(device.index)
-    return memory.gpu_memory(total, free, resolved)
+    return memory.gpu_memory(total, free, resolved), total - free
 
 
 def _fill(

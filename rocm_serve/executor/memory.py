@@ -19,6 +19,7 @@ from rocm_serve.errors import UserError
 from rocm_serve.executor import experts_memory
 from rocm_serve.messages import EffectiveLimits, WorkerLoaded
 from rocm_serve.models.qwen3_5.spec import ModelFacts, stage_layers
+from rocm_serve.ops.comm import AITER_MAX_BYTES, AITER_STAGING_BUFFERS
 from rocm_serve.parallel.layout import Param, bytes_at, shape_at
 from rocm_serve.parallel.mesh import Coord, Mesh
 
@@ -156,6 +157,11 @@ def communicator_bytes(coord: Coord, resolved: Resolved) -> int:
     return communicators * CHANNELS * CONNECTIONS * CONNECTION_BYTES
 
 
+def summing_bytes(resolved: Resolved) -> int:
+    """Return what AITER's sums over ranks reserve when they are made, before the budget is measured."""
+    return AITER_STAGING_BUFFERS * AITER_MAX_BYTES if resolved.all_reduce == "aiter" else 0
+
+
 def graph_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
     """Estimate device graphs of decode steps: one pool for the largest, what each leaves for others, and their nodes.
 
@@ -192,17 +198,22 @@ def planned_and_allocated(rank: int, weights: int, caches: int, allocated: int) 
     )
 
 
-def bytes_for_caches(rank: int, allowed: int, weights: int, step: int) -> int:
-    """What is left of `allowed` for pages and slots.
+def bytes_for_caches(rank: int, allowed: int, weights: int, step: int, *, held: int = 0) -> int:
+    """What is left of `allowed` for pages and slots. `held`: bytes of the GPU that were in use before.
 
     Errors: UserError when the model itself does not fit.
     """
     left = allowed - weights - step
     if left <= 0:
+        beside = f" beside {human(held)} of its GPU that are in use already" if held else ""
+        advice = (
+            "raise --mem-fraction, --tp or --pp, or lower --chunked-prefill-size or --max-running-requests"
+            if left + held <= 0
+            else f"without those it might use {human(allowed + held)}: end what holds them, or choose another GPU"
+        )
         raise UserError(
-            f"the model does not fit: rank {rank} may use {human(allowed)} (--mem-fraction), but its weights take"
-            f" {human(weights)} and one step up to {human(step)}; raise --mem-fraction, --tp or --pp,"
-            f" or lower --chunked-prefill-size or --max-running-requests"
+            f"the model does not fit: rank {rank} may use {human(max(allowed, 0))} (--mem-fraction){beside}, but its"
+            f" weights take {human(weights)} and one step up to {human(step)}; {advice}"
         )
     return left
 

@@ -183,6 +183,14 @@ def test_a_context_that_does_not_fit_is_a_no_with_the_one_that_fits_every_rank(m
     assert plan_launch(msgspec.structs.replace(config, max_model_len=length), tight).fits
 
 
+def test_what_aiter_reserves_for_sums_is_not_there_for_the_model(planned: Plan) -> None:
+    plain, aiter = planned("mi300x", 8, 2), planned("mi300x", 8, 2, all_reduce="aiter")
+    assert {one.sums for one in plain.ranks} == {0} and {one.sums for one in aiter.ranks} == {12 << 20}
+    for one, other in zip(plain.ranks, aiter.ranks, strict=True):
+        assert other.allowed == one.allowed - (12 << 20) and other.cache == one.cache - (12 << 20)
+    assert any("12.6 MB of AITER's buffers for sums over ranks" in line for line in head_lines(aiter))
+
+
 def test_a_share_that_leaves_no_room_for_communicators_is_a_no(model: Path) -> None:
     launch = plan_launch(ServeConfig(model=str(model), tp=8, pp=2, mem_fraction=1.0), GPUS["mi300x"])
     assert not launch.fits

@@ -9,12 +9,10 @@ import torch.distributed as dist
 from aiter.dist.device_communicators.custom_all_reduce import CustomAllreduce
 
 from rocm_serve.errors import UserError
+from rocm_serve.ops.comm import AITER_MAX_BYTES
 from rocm_serve.ops.comm.reference import all_reduce_add_rms_norm as composed
 from rocm_serve.parallel.comm import Comm
 
-# Above this AITER writes straight into its peers' outputs on gfx942 with 8 ranks, and several such sums in one graph
-# take each other's place (ROCm/aiter pull request 4974). Also what one rank's staging buffers cost, three times.
-MAX_BYTES = 4 << 20
 _MAX_FUSED_WIDTH = 16384
 _UNFUSED_SIZES = (6,)  # numbers of ranks without a fused kernel
 _ONE_STAGE_KIB = {2: 4096, 4: 160}  # by number of ranks; below it each rank reads every peer's whole tensor
@@ -29,8 +27,10 @@ class AiterComm:
     Errors: UserError when AITER does not serve this number of ranks, or these GPUs.
     """
 
+    graph_refusal: str | None = "AITER's all-reduce shares the buffers of a graph while it is captured"
+
     def __init__(
-        self, inner: Comm, group: dist.ProcessGroup, device: torch.device, *, max_bytes: int = MAX_BYTES
+        self, inner: Comm, group: dist.ProcessGroup, device: torch.device, *, max_bytes: int = AITER_MAX_BYTES
     ) -> None:
         self._inner = inner
         self.rank = inner.rank
