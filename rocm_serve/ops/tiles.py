@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from rocm_serve.config.load import environment
+from rocm_serve.ops.tiles_attention import attention_decode_tile, attention_decode_tiles
 from rocm_serve.ops.tiles_moe import moe_experts_tile, moe_experts_tiles
 
 Tile = dict[str, int]
@@ -180,6 +181,7 @@ def _gdn_step(shape: Shape, arch: str) -> Tile:
     return _state_tile(shape, 16384)
 
 
+RULES["attention_decode"], CANDIDATES["attention_decode"] = attention_decode_tile, attention_decode_tiles
 RULES["gdn_step"], CANDIDATES["gdn_step"] = _gdn_step, _gdn_tiles
 RULES["gdn_decode"], CANDIDATES["gdn_decode"] = _gdn_decode, _gdn_tiles
 RULES["gdn_chunk"], CANDIDATES["gdn_chunk"] = _gdn_chunk, _gdn_tiles

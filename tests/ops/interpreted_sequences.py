@@ -56,9 +56,8 @@ def case(op: str, name: str, g: G) -> dict[str, Any]:
 
 
 def kv_write(g: G) -> list[float]:
-    return [
-        e for name in ("one row", "odd sizes", "float32 pages") for e in errors("kv_write", case("kv_write", name, g))
-    ]
+    names = ("one row", "odd sizes", "padded rows", "float32 pages")
+    return [e for name in names for e in errors("kv_write", case("kv_write", name, g))]
 
 
 def qk_norm_rope(g: G) -> list[float]:
@@ -98,12 +97,20 @@ def attention_prefill(g: G) -> list[float]:
 
 
 def attention_decode_in_splits(g: G) -> list[float]:
-    """Splits of 32 keys in place of 1024: sequences of one split beside those of several, borders on either side."""
+    """Splits of whole blocks of 16 keys: sequences of one split beside those of all, borders on either side.
+
+    Both orders of the products; seven rows take more than one tile.
+    """
     sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "d": 24, "page_size": 7}
-    made = attention_case(g, F32, rows=(1, 1, 2, 7), contexts=(0, 31, 31, 90), first_row=3, v_scale=1.5, **sizes)
+    made = attention_case(g, F32, rows=(1, 2, 7), contexts=(31, 31, 60), first_row=3, v_scale=1.5, **sizes)
+    wide = attention_case(g, F32, rows=(3,), contexts=(20,), heads=12, kv_heads=1, d=40)
     decode = importlib.import_module("rocm_serve.ops.attention_decode.triton")
-    with mock.patch.object(decode, "SPAN", 32):
-        return errors("attention_decode", made)
+    found = []
+    for key in (0, 1):
+        tile = {"SPLITS": 3, "BLOCK_N": 16, "KEY": key, "num_warps": 4, "num_stages": 1}
+        with mock.patch.object(decode, "tile", return_value=tile):
+            found += errors("attention_decode", made) + errors("attention_decode", wide)
+    return found
 
 
 def attention_decode(g: G) -> list[float]:

@@ -151,6 +151,8 @@ def kv_write(
     for x, pages, scale in ((k_NGD, k_pages_PSGD, k_scale), (v_NGD, v_pages_PSGD, v_scale)):
         held, size = pages.double(), pages.shape[1]
         for n, i in enumerate(index_N.tolist()):
+            if i < 0:
+                continue
             value = x[n].float() / scale
             if pages.dtype == torch.float8_e4m3fn:
                 value = value.clamp(-448, 448)

@@ -68,7 +68,7 @@ def judge(op: str, build: Callable[[torch.Generator], Arguments], dtype: torch.d
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decode_over_contexts_on_both_sides_of_a_split(dtype: torch.dtype) -> None:
-    """Splits are of 1024 keys; drafts to verify may lie on either side of a border."""
+    """Splits end between blocks of keys; drafts to verify may lie on either side of a border."""
     judge(
         "attention_decode",
         lambda g: attention_case(

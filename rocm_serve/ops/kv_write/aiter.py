@@ -20,7 +20,8 @@ def kv_write(
 ) -> torch.Tensor:
     """Write each row into its place of the pages, in place; see the reference.
 
-    Rows for FP8 pages are clamped before: how AITER's conversion treats larger ones differs between its builds.
+    AITER skips rows of negative places, as the reference does. Rows for FP8 pages are clamped before: how AITER's
+    conversion treats larger ones differs between its builds.
     """
     if not k_NGD.shape[0]:
         return k_pages_PSGD

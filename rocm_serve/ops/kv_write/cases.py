@@ -22,15 +22,18 @@ def kv_case(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     magnitude: float = 1.0,
+    skipped: int = 0,
 ) -> Arguments:
-    """Rows and the shuffled places of pages where they go."""
+    """Rows and the shuffled places of pages where they go; the last `skipped` rows go nowhere."""
     shape = (n // page_size + 3, page_size, kv_heads, d)
+    index = torch.randperm(shape[0] * page_size, generator=g)[:n]
+    index[n - skipped :] = -1
     return {
         "k_NGD": normal(g, n, kv_heads, d, scale=magnitude, dtype=dtype),
         "v_NGD": normal(g, n, kv_heads, d, scale=magnitude, dtype=dtype),
         "k_pages_PSGD": normal(g, *shape).to(stored or dtype),
         "v_pages_PSGD": normal(g, *shape).to(stored or dtype),
-        "index_N": torch.randperm(shape[0] * page_size, generator=g)[:n],
+        "index_N": index,
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
@@ -41,6 +44,8 @@ CASES: dict[str, Case] = {
     "no rows": partial(kv_case, n=0),
     "one row": partial(kv_case, n=1),
     "odd sizes": partial(kv_case, n=37, kv_heads=3, d=20, page_size=5),
+    "padded rows": partial(kv_case, n=7, skipped=3),
+    "padded rows alone": partial(kv_case, n=2, skipped=2, stored=_FP8),
     "float32 pages": partial(kv_case, n=9, stored=torch.float32),
     "bf16 pages": partial(kv_case, n=9, stored=torch.bfloat16),
     "fp8 pages": partial(kv_case, n=9, stored=_FP8),

@@ -13,7 +13,10 @@ _TILE = 1024  # elements: a wavefront of 64 then writes FP8 in pieces of 16 byte
 
 @triton.jit
 def _stored(x, scale, dtype: tl.constexpr, TOP: tl.constexpr):
-    """Return x as the pages hold it. A comparison with NaN is false, so NaN stays NaN, as torch's clamp has it."""
+    """Return x as the pages hold it. TOP: the largest magnitude of FP8 pages, 0 for float pages.
+
+    A comparison with NaN is false, so NaN stays NaN, as torch's clamp has it.
+    """
     if TOP > 0:
         x = tl.div_rn(x, scale)
         x = tl.where(x > TOP, TOP, tl.where(x < -TOP, -TOP, x))
@@ -25,11 +28,11 @@ def kv_write_kernel(
     k, v, k_pages, v_pages, index, k_scale, v_scale, k_row, v_row, num_rows,
     WIDTH: tl.constexpr, K_TOP: tl.constexpr, V_TOP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of K and of V. `*_TOP`: the largest magnitude of FP8 pages, 0 for float pages."""
+    """Some rows of K and of V; those of negative places stay unwritten. `*_TOP`: see `_stored`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    place = tl.load(index + row, mask=row < num_rows, other=0)
-    real = (row < num_rows)[:, None] & (column < WIDTH)
+    place = tl.load(index + row, mask=row < num_rows, other=-1)
+    real = (place >= 0)[:, None] & (column < WIDTH)
     to = place[:, None] * WIDTH + column
     from_row = row.to(tl.int64)[:, None]
     x = tl.load(k + from_row * k_row + column, mask=real, other=0.0).to(tl.float32)

@@ -34,7 +34,8 @@ def reshape_and_cache_flash(
             demand(bool((new.abs() <= largest(stored)).all()), f"{name}: a value that the cast may turn into NaN")
             new = new.to(stored)
         as_bytes = cache.view(-1, *cache.shape[2:]).view(torch.uint8)
-        as_bytes[slots] = new.contiguous().view(torch.uint8)
+        real = slots >= 0  # the kernel returns at a negative one
+        as_bytes[slots[real]] = new[real].contiguous().view(torch.uint8)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
