@@ -245,9 +245,14 @@ def _steps(facts: OpFacts) -> Cases:
         yield f"rows {rows}, {commits} committed, {heads}", partial(case, rows=rows, commits=commits)
 
 
+def _sampled_rows(facts: OpFacts) -> list[int]:
+    """Rows of logits: none, one, and the most, which is a row for each draft of a request and one more."""
+    return sorted({0, 1, facts.max_running * (1 + facts.draft_tokens)})
+
+
 def _draws(facts: OpFacts) -> Cases:
     if facts.vocab:
-        for r in sorted({0, 1, facts.max_running}):
+        for r in _sampled_rows(facts):
             sizes = {"r": r, "v": facts.vocab, "used": facts.vocab - 1, "first_id": facts.vocab}
             yield f"{r} x {facts.vocab}", partial(draw_case, **sizes, temperatures=(0.7, 0.0, 1.0))
             yield f"{r} x {facts.vocab}, greedy", partial(draw_case, **sizes)
@@ -255,7 +260,7 @@ def _draws(facts: OpFacts) -> Cases:
 
 def _sums(facts: OpFacts) -> Cases:
     if facts.vocab:
-        for r in sorted({0, 1, facts.max_running}):
+        for r in _sampled_rows(facts):
             yield f"{r} x {facts.vocab}", partial(sum_case, r=r, v=facts.vocab)
 
 

@@ -58,6 +58,12 @@ def test_the_shapes_are_those_that_will_run() -> None:
     assert names == [f"{t} x [{rows}, 256]" for rows in (128, 384) for t in (0, 1, 16, 20)]
 
 
+def test_logits_have_as_many_rows_as_drafts_ask_for() -> None:
+    for drafts, most in ((0, 5), (3, 20)):
+        facts = tiny_facts(max_running=5, vocab=96, draft_tokens=drafts)
+        assert list(probe_cases("log_sum_exp", facts)) == [f"{r} x 96" for r in (0, 1, most)]
+
+
 def test_a_dense_model_calls_no_experts_and_a_bf16_one_no_fp8_product() -> None:
     facts = tiny_facts(num_experts=0, expert_fp8=False, linears=(LinearShape(8, 8, False),))
     assert not probe_cases("moe_experts", facts) and not probe_cases("moe_route", facts)
