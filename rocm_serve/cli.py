@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rocm_serve import cli_doctor, cli_experts, cli_gate, cli_parity, cli_plan, cli_preflight, cli_report
+from rocm_serve import cli_doctor, cli_experts, cli_gate, cli_parity, cli_plan, cli_preflight, cli_report, cli_tune
 from rocm_serve.cli_flags import with_flags
 from rocm_serve.cli_words import EPILOG, AnySpelling, ServeCommand, has_begun, notes_of
 from rocm_serve.config import load
@@ -63,6 +63,7 @@ app.command()(cli_preflight.preflight)
 app.command()(cli_doctor.doctor)
 app.command()(cli_experts.experts)
 app.command()(cli_parity.parity)
+app.command()(cli_tune.tune)
 app.add_typer(cli_gate.app)
 
 

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from rocm_serve.ops.batch import Sequences
-from rocm_serve.ops.fp8 import BLOCK, kv_scale
+from rocm_serve.ops.contract import OpFunction
+from rocm_serve.ops.fp8 import BLOCK, FN, kv_scale
 from rocm_serve.tuning import floor
 from rocm_serve.tuning.floor import Cost
 from rocm_serve.tuning.operands import SLOTS, Bench, relative
@@ -125,6 +126,49 @@ def gdn(bench: Bench, rows: int, context: int = 0) -> Case:
     return Case("gdn_decode", f"B {rows}", cost, [lambda i=i: call(i) for i in range(sets)], check)
 
 
+def step(bench: Bench, rows: int, context: int = 0) -> Case:
+    """Everything between the projections of Gated DeltaNet for one token a row, states at random slots of 512."""
+    d = bench.dims
+    cost = floor.gdn_step(d, rows)
+    sets = bench.sets(cost.nbytes)
+    keys, values = floor.gdn_widths(d)
+    shape = (_slots(bench) + 1, d.value_heads, d.gdn_head_dim, d.gdn_head_dim)
+    state, window = (
+        bench.rows(*shape, scale=0.1, dtype=torch.float32),
+        bench.rows(shape[0], d.conv_kernel - 1, keys + values),
+    )
+    taps = bench.rows(keys + values, d.conv_kernel, scale=0.5)
+    a_log, bias = bench.rows(d.value_heads, dtype=torch.float32), bench.rows(d.value_heads, dtype=torch.float32)
+    norm = bench.rows(d.gdn_head_dim, scale=0.1)
+    wide = [bench.rows(rows, keys + 2 * values) for _ in range(sets)]
+    gates = [bench.rows(rows, 2 * d.value_heads) for _ in range(sets)]
+    batches = _batches(bench, rows, sets)
+
+    def arguments(
+        op: OpFunction, i: int, some: Sequence[int] | slice, held: tuple[torch.Tensor, ...], b: Sequences
+    ) -> torch.Tensor:
+        u, z = wide[i][some].split([keys + values, values], dim=-1)
+        strength, decay = gates[i][some].chunk(2, dim=-1)
+        z = z.view(-1, d.value_heads, d.gdn_head_dim)
+        return op(u, taps, held[0], decay, strength, a_log, bias, held[1], z, norm, b, eps=1e-6, activation="silu")
+
+    def call(i: int) -> torch.Tensor:
+        return arguments(bench.ops.gdn_step, i, slice(None), (window, state), batches[i])
+
+    def check() -> float:
+        some = bench.sample(rows)
+        slots = [batches[0].slots[i] for i in some]
+        held = (window[[0, *slots]], state[[0, *slots]])
+        few = _picked(batches[0], some, range(1, len(some) + 1))
+        expected = arguments(bench.ops.table["gdn_step"].reference, 0, some, held, few)
+        got = call(0)
+        return max(
+            relative(got[some], expected), relative(window[slots], held[0][1:]), relative(state[slots], held[1][1:])
+        )
+
+    return Case("gdn_step", f"B {rows}", cost, [lambda i=i: call(i) for i in range(sets)], check)
+
+
 def conv(bench: Bench, rows: int, context: int = 0) -> Case:
     """The short convolution of one token a row."""
     d = bench.dims
@@ -158,13 +202,14 @@ def experts(bench: Bench, rows: int, context: int = 0) -> Case:
     sets = bench.sets(once.nbytes, least=4)
     ids = bench.choices(rows, sets)
     x = [bench.rows(rows, d.hidden) for _ in range(sets)]
-    shares = [torch.rand(rows, d.top_k, generator=bench.g, device=bench.device).softmax(-1) for _ in range(sets)]
-    prepared = [bench.ops.prepare("moe_experts", layer) for layer in bench.experts]
-    distinct = sum(len(one.unique()) for one in ids) / sets
+    shares = [bench.shares(rows) for _ in range(sets)]
+    layers = bench.experts
+    prepared = [bench.ops.prepare("moe_experts", layer) for layer in layers]
+    distinct = 0.0 if bench.hollow else sum(len(one.unique()) for one in ids) / sets
     how = {"activation": bench.ops.fp8_activation}
 
     def call(i: int) -> torch.Tensor:
-        return bench.ops.moe_experts(x[i], ids[i], shares[i], rows, **prepared[i % 2], **how)
+        return bench.ops.moe_experts(x[i], ids[i], shares[i], rows, **prepared[i % len(layers)], **how)
 
     def check() -> float:
         some = bench.sample(rows)
@@ -257,20 +302,20 @@ def norms(bench: Bench, rows: int, *, residual: bool) -> Case:
 def quantise(bench: Bench, rows: int) -> Case:
     """Rows to FP8, a scale for every 128 columns."""
     h = bench.dims.hidden
-    cost = floor.quantise(h, rows)
+    cost, dtype = floor.quantise(h, rows), bench.fp8 or FN
     x = [bench.rows(rows, h) for _ in range(bench.sets(cost.nbytes))]
 
     def check() -> float:
         some = bench.sample(rows)
         (q, s), (eq, es) = (
-            f(one, dtype=bench.fp8)
+            f(one, dtype=dtype)
             for f, one in ((bench.ops.quantise_rows, x[0]), (bench.ops.table["quantise_rows"].reference, x[0][some]))
         )
         wide = [c.float() * m.repeat_interleave(BLOCK, 1)[:, :h] for c, m in ((q[some], s[some]), (eq, es))]
         return relative(*wide)
 
     kept: list[object] = [None] * len(x)
-    calls = [lambda i=i: kept.__setitem__(i, bench.ops.quantise_rows(x[i], dtype=bench.fp8)) for i in range(len(x))]
+    calls = [lambda i=i: kept.__setitem__(i, bench.ops.quantise_rows(x[i], dtype=dtype)) for i in range(len(x))]
     return Case("quantise_rows", f"{rows} x {h}", cost, calls, check)
 
 
@@ -299,7 +344,7 @@ def kv_write(bench: Bench, rows: int) -> Case:
 
 
 def _slots(bench: Bench) -> int:
-    return 8 if bench.small else SLOTS
+    return 8 if bench.small and not bench.hollow else SLOTS
 
 
 def _batches(bench: Bench, rows: int, sets: int) -> list[Sequences]:
@@ -307,7 +352,7 @@ def _batches(bench: Bench, rows: int, sets: int) -> list[Sequences]:
     slots = _slots(bench)
     assert rows <= slots, f"{rows} states in a pool of {slots}"
     each = slots // rows
-    decks = [(1 + bench.order(slots)).tolist() for _ in range(-(-sets // each))]
+    decks = [[1 + slot for slot in bench.deck(slots)] for _ in range(-(-sets // each))]
     return [bench.decoding(decks[i // each][i % each * rows : (i % each + 1) * rows], 0) for i in range(sets)]
 
 

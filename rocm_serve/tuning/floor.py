@@ -101,6 +101,12 @@ def gdn_with_conv(dims: Dims, rows: int) -> Cost:
     return Cost("gdn_conv_decode", both - 2 * rows * channels * BF16, bf16=gdn_state(dims, rows).bf16)
 
 
+def gdn_step(dims: Dims, rows: int) -> Cost:
+    """Convolution, recurrence, norm and gate in one: the gate is read beside, the normed rows are what is written."""
+    both, values = gdn_with_conv(dims, rows), dims.value_heads * dims.gdn_head_dim
+    return Cost("gdn_step", both.nbytes + rows * values * BF16, bf16=both.bf16)
+
+
 def norm(width: int, rows: int, *, residual: bool, op: str) -> Cost:
     """RMS norm; with a residual stream that is read and written beside."""
     return Cost(op, (rows * (4 if residual else 2) + 1) * width * BF16)

@@ -19,32 +19,56 @@ SAMPLED_ROWS = 6  # that are held against the reference
 
 
 class Bench:
-    """A shape, bound ops, and random numbers on one device."""
+    """A shape, bound ops, and random numbers on one device. `fp8`: the dialect of experts; None: they are not FP8.
+
+    A hollow one makes operands of the right shapes that hold anything: for compiling, not for running.
+    """
 
     def __init__(
-        self, dims: Dims, ops: BoundOps, device: torch.device, dtype: torch.dtype, fp8: torch.dtype, seed: int
+        self,
+        dims: Dims,
+        ops: BoundOps,
+        device: torch.device,
+        dtype: torch.dtype,
+        fp8: torch.dtype | None,
+        seed: int,
+        *,
+        hollow: bool = False,
     ) -> None:
         self.dims, self.ops, self.device, self.dtype, self.fp8 = dims, ops, device, dtype, fp8
-        self.g = torch.Generator(device).manual_seed(seed)
+        self.hollow = hollow
+        self.g = torch.Generator("cpu" if hollow else device).manual_seed(seed)
 
     @property
     def small(self) -> bool:
-        """Whether this is a CPU, where a benchmark is a test of itself."""
-        return self.device.type == "cpu"
+        """Whether nothing is timed in earnest: on a CPU a benchmark is a test of itself."""
+        return self.hollow or self.device.type == "cpu"
 
     def sets(self, nbytes: float, least: int = 2) -> int:
         """Return how many sets of so many bytes are gone through in turn."""
+        if self.hollow:
+            return 1
         wanted = 0 if self.small else -(-CYCLE_BYTES // max(1, int(nbytes)))
         return min(max(least, wanted), _MOST_SETS)
 
     def rows(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return normally distributed numbers on the device."""
         made = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        return made.normal_(0.0, scale, generator=self.g)
+        return made if self.hollow else made.normal_(0.0, scale, generator=self.g)
+
+    def shares(self, rows: int) -> torch.Tensor:
+        """Return weights of choices that add up to one, fp32 [rows, top_k]."""
+        return self.rows(rows, self.dims.top_k, dtype=torch.float32).softmax(-1)
 
     def order(self, count: int) -> torch.Tensor:
         """Return the numbers below `count` in random order."""
+        if self.hollow:
+            return torch.arange(count, device=self.device)
         return torch.randperm(count, generator=self.g, device=self.device)
+
+    def deck(self, count: int) -> list[int]:
+        """Return the numbers below `count` in random order, on the host."""
+        return list(range(count)) if self.hollow else self.order(count).tolist()
 
     def sample(self, rows: int) -> list[int]:
         """Choose rows that are held against the reference: the first, the last, some between."""
@@ -53,19 +77,25 @@ class Bench:
 
     @cached_property
     def experts(self) -> list[dict[str, torch.Tensor]]:
-        """Two layers of routed experts as the bound provider reads them."""
-        d = self.dims
+        """Two layers of routed experts, plain."""
+        e, h, i = self.dims.experts, self.dims.hidden, self.dims.expert_width
         layers = []
-        for _ in range(2):
-            made = {"dtype": self.fp8, "device": self.device, "g": self.g}
-            w13, w13_scale = weights.fp8_weight(d.experts, 2 * d.expert_width, d.hidden, **made)
-            w2, w2_scale = weights.fp8_weight(d.experts, d.hidden, d.expert_width, **made)
-            layers.append({"w13_EIH": w13, "w2_EHI": w2, "w13_scale": w13_scale, "w2_scale": w2_scale})
+        for _ in range(1 if self.hollow else 2):
+            if self.fp8 is None:
+                made = {"w13_EIH": self.rows(e, 2 * i, h, scale=h**-0.5), "w2_EHI": self.rows(e, h, i, scale=i**-0.5)}
+            else:
+                how = {"dtype": self.fp8, "device": self.device, "g": None if self.hollow else self.g}
+                w13, w13_scale = weights.fp8_weight(e, 2 * i, h, **how)
+                w2, w2_scale = weights.fp8_weight(e, h, i, **how)
+                made = {"w13_EIH": w13, "w2_EHI": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
+            layers.append(made)
         return layers
 
     def choices(self, rows: int, sets: int) -> list[torch.Tensor]:
         """Return sets of int32 ids [rows, top_k], uniform; a single row's sets share no expert as long as they can."""
         e, k = self.dims.experts, self.dims.top_k
+        if self.hollow:
+            return [torch.empty(rows, k, dtype=torch.int32, device=self.device)] * sets
         if rows == 1:
             deck = torch.cat([self.order(e) for _ in range(-(-sets * k // e) + 1)])
             return [deck[i : i + k].view(1, k).to(torch.int32) for i in _starts(e, k, sets)]

@@ -37,13 +37,14 @@ def random_scales_(scale: torch.Tensor, columns: int, dtype: torch.dtype, g: tor
 
 
 def fp8_weight(
-    *shape: int, dtype: torch.dtype, device: torch.device, g: torch.Generator
+    *shape: int, dtype: torch.dtype, device: torch.device, g: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make an FP8 weight [..., N, K] and its scales."""
+    """Make an FP8 weight [..., N, K] and its scales; without a generator they hold anything."""
     weight = torch.empty(shape, dtype=torch.uint8, device=device).view(dtype)
-    random_codes_(weight, g)
     scale = torch.empty(*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK), device=device)
-    random_scales_(scale, shape[-1], dtype, g)
+    if g is not None:
+        random_codes_(weight, g)
+        random_scales_(scale, shape[-1], dtype, g)
     return weight, scale
 
 

@@ -1,0 +1,119 @@
+"""Try every candidate of every kernel at a model's shapes, judge and time it, and keep what wins.
+
+Candidates are compiled by other processes; one process launches, judges and times, group after group, in the order of
+what matters. A winner that beats the rule by less than noise is not kept: rules are easier to read than tables.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from math import exp, log
+from typing import Protocol
+
+import torch
+
+from rocm_serve.ops import tiles
+from rocm_serve.ops.tiles import Tile
+from rocm_serve.tuning.bench import Asked, Bench, candidates, make, op_of
+from rocm_serve.tuning.cases import Case
+from rocm_serve.tuning.outcome import Outcome, Tried
+from rocm_serve.tuning.timing import time_calls
+from rocm_serve.tuning.wish import Point
+
+LEAST_GAIN = 1.02
+ERROR_LIMIT = 5e-3  # relative L2, bf16; an op with a looser bound of its own has that
+_AGAIN = 3  # of the fastest, timed once more beside the rule's
+
+
+class Compiler(Protocol):
+    """Compiles calls beside this process; see compiling.Compilers."""
+
+    def compile(self, point: Point, kernel: str, tile: Tile) -> Future[str]: ...
+
+
+Timer = Callable[[Case], float]  # microseconds of one call
+
+
+@dataclass(slots=True)
+class Group:
+    """One kernel at one shape, the calls that ask for it, and its candidates, the rule's tile first."""
+
+    asked: Asked
+    points: list[Point] = field(default_factory=list)
+    tiles: list[Tile] = field(default_factory=list)
+    compiled: list[Future[str] | None] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.asked[0], tiles.shape_key(self.asked[1])
+
+
+def groups_of(todo: Sequence[Point], seen: dict[int, list[Asked]], arch: str) -> list[Group]:
+    """Put calls together that ask for the same tile; groups of one candidate have nothing to choose."""
+    found: dict[tuple[str, str], Group] = {}
+    for i, asked in seen.items():
+        for one in asked:
+            group = Group(one)
+            found.setdefault(group.key, group).points.append(todo[i])
+    for group in found.values():
+        group.tiles = candidates(group.asked, arch)
+    return [group for group in found.values() if len(group.tiles) > 1]
+
+
+def gpu_timer(device: torch.device) -> Timer:
+    """Return a timer by replays of graphs."""
+    return lambda case: time_calls(case.calls, device, replays=5).median
+
+
+@torch.inference_mode()
+def tune_group(bench: Bench, group: Group, timer: Timer, deadline: float, patience_s: float = 120.0) -> Outcome:
+    """Judge and time the candidates of one group until the deadline (of time.monotonic), the rule's first."""
+    kernel, key = group.key
+    made = [make(bench, point) for point in group.points]
+    op = bench.ops.table[op_of(group.points[0])]
+    tolerance = op.tol["bfloat16"].rel if "bfloat16" in op.tol else 0.0
+    tried: list[Tried] = []
+    for tile, future in zip(group.tiles, group.compiled or [None] * len(group.tiles), strict=True):
+        if tried and time.monotonic() > deadline:
+            break
+        why = "" if future is None else future.result(timeout=patience_s)
+        tried.append(Tried(tile, why=f"not compiled: {why}") if why else _try(kernel, tile, made, timer, tolerance))
+    fine = sorted((one for one in tried if one.us is not None), key=lambda one: one.score)
+    again = [_try(kernel, one.tile, made, timer, tolerance) for one in fine[:_AGAIN]]
+    rule = tried[0]
+    if rule.us is not None:
+        rule = min(rule, _try(kernel, rule.tile, made, timer, tolerance), key=lambda one: one.score)
+    best = min((one for one in again if one.us is not None), key=lambda one: one.score, default=rule)
+    floors = tuple(case.cost.nbytes for case in made)
+    return Outcome(
+        kernel=kernel,
+        key=key,
+        calls=tuple(map(str, group.points)),
+        rule=rule,
+        best=best,
+        tried=tuple(tried),
+        candidates=len(group.tiles),
+        nbytes=floors,
+    )
+
+
+def _try(kernel: str, tile: Tile, made: Sequence[Case], timer: Timer, tolerance: float) -> Tried:
+    """Judge one tile in every call, then time it. Whatever a tile does wrong is its result."""
+    try:
+        with tiles.forced(kernel, tile):
+            error = 0.0
+            for case in made:
+                for call in case.calls[:2]:
+                    call()
+                error = max(error, case.check())
+            if not error <= max(ERROR_LIMIT, tolerance):
+                return Tried(tile, error=error, why=f"wrong: relative L2 {error:.1e}")
+            us = tuple(timer(case) for case in made)
+    except Exception as error_:  # of any kind: too much shared memory, a launch that fails, an assertion of the op
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a GPU that can no longer be used ends the run here
+        return Tried(tile, why=f"{type(error_).__name__}: {error_}".splitlines()[0][:200])
+    return Tried(tile, us=us, error=error, score=exp(sum(map(log, us)) / len(us)))
