@@ -64,9 +64,11 @@ def _sigmoid(g: torch.Generator, arch: Arch, *, rows: int, width: int, gates: in
     }
 
 
-def _linear(g: torch.Generator, arch: Arch, *, rows: int, k: int, n: int) -> Arguments:
+def _linear(
+    g: torch.Generator, arch: Arch, *, rows: int, k: int, n: int, out: torch.dtype | None = torch.float32
+) -> Arguments:
     weight = normal(g, n, k, scale=k**-0.5, dtype=_BF16)
-    return {"x_TK": _wide(normal(g, rows, k, dtype=_BF16)), "weight_NK": weight, "out_dtype": torch.float32}
+    return {"x_TK": _wide(normal(g, rows, k, dtype=_BF16)), "weight_NK": weight, "out_dtype": out}
 
 
 def _fp8_linear(g: torch.Generator, arch: Arch, *, rows: int, k: int, n: int, activation: str) -> Arguments:
@@ -224,6 +226,7 @@ TRIALS: tuple[Trial, ...] = (
     ),
     _trial("linear", "5 x 80 x 136", partial(_linear, rows=5, k=80, n=136), "linear_kernel"),
     _trial("linear", "67 x 80 x 40", partial(_linear, rows=67, k=80, n=40), "linear_kernel"),
+    _trial("linear", "19 x 520 x 72, bf16", partial(_linear, rows=19, k=520, n=72, out=None), "linear_kernel"),
     *(
         _trial("linear", f"{t} x 8192 x 4096", partial(_real_linear, rows=t), "linear_kernel", real=True)
         for t in (1, 33, 300)

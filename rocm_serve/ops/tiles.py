@@ -18,6 +18,7 @@ import msgspec
 
 from rocm_serve.config.load import environment
 from rocm_serve.ops.tiles_attention import attention_decode_tile, attention_decode_tiles
+from rocm_serve.ops.tiles_linear import linear_tile, linear_tiles
 from rocm_serve.ops.tiles_moe import moe_experts_tile, moe_experts_tiles
 
 Tile = dict[str, int]
@@ -118,6 +119,7 @@ _forced: dict[str, Tile] = {}
 _watching: list[tuple[str, dict[str, int]]] | None = None
 
 
+RULES["linear"], CANDIDATES["linear"] = linear_tile, linear_tiles
 RULES["moe_experts"], CANDIDATES["moe_experts"] = moe_experts_tile, moe_experts_tiles
 
 

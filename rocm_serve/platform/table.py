@@ -17,8 +17,8 @@ REFERENCE_ONLY = ("reference",)
 PROVIDER_ORDER: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "cpu": MappingProxyType({"*": REFERENCE_ONLY}),
-        "gfx*": MappingProxyType({"*": ("hip", "aiter", "triton", "reference")}),
-        "sm_*": MappingProxyType({"*": ("triton", "reference")}),
+        "gfx*": MappingProxyType({"*": ("hip", "aiter", "torch", "triton", "reference")}),
+        "sm_*": MappingProxyType({"*": ("torch", "triton", "reference")}),
         "*": MappingProxyType({"*": REFERENCE_ONLY}),
     }
 )
@@ -29,7 +29,7 @@ PROVIDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rms_norm": ("reference", "hip", "aiter", "triton"),
         "add_rms_norm": ("reference", "hip", "aiter", "triton"),
         "gated_rms_norm": ("reference", "hip", "triton"),
-        "linear": ("reference", "aiter", "triton"),
+        "linear": ("reference", "aiter", "torch", "triton"),
         "fp8_linear": ("reference", "aiter", "triton"),
         "silu_mul": ("reference", "triton"),
         "sigmoid_mul": ("reference", "triton"),

@@ -1,8 +1,8 @@
 from rocm_serve.ops.aiter_provider import aiter_provider
-from rocm_serve.ops.contract import Op, rounding_tolerances
+from rocm_serve.ops.contract import Op, Provider, lazy, rounding_tolerances
 from rocm_serve.ops.linear.cases import CASES
 from rocm_serve.ops.linear.reference import linear
-from rocm_serve.ops.triton_provider import triton_provider
+from rocm_serve.ops.triton_provider import GPUS, triton_provider
 
 OP = Op(
     "linear",
@@ -10,5 +10,9 @@ OP = Op(
     CASES,
     rounding_tolerances(),
     weights=("weight_NK",),
-    others=(aiter_provider("linear"), triton_provider("linear")),
+    others=(
+        aiter_provider("linear"),
+        Provider("torch", load=lazy("rocm_serve.ops.linear.vendor", "linear"), archs=GPUS, packages=("torch",)),
+        triton_provider("linear"),
+    ),
 )

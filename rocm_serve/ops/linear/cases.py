@@ -27,5 +27,6 @@ CASES: dict[str, Case] = {
     "odd sizes": partial(linear_case, t=37, k=101, n=67),
     "one column": partial(linear_case, t=33, k=256, n=1),
     "float32 out": partial(linear_case, t=5, k=256, n=64, out_dtype=torch.float32),
+    "float32 out, odd": partial(linear_case, t=3, k=2056, n=1031, out_dtype=torch.float32),
     "2.4T router": partial(linear_case, t=3, k=8192, n=512),
 }

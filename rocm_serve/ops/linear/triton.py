@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import arch, dot_dtype, product, product_tile, rows_of
+from rocm_serve.ops.tiles import tile
+from rocm_serve.ops.triton_common.triton import arch, dot_dtype, product, rows_of
 
 
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Multiply rows with a weight: x @ weight.T.
 
     Shapes: x [T, K], weight [N, K] -> [T, N], dtype of x or `out_dtype`.
-    Numerics: float32 sums, one rounding. Where the result has the dtype of both factors the product is the vendor's
-    library's, as torch calls it; a wider result (the logits) is what that library has no portable call for.
+    Numerics: float32 sums, one rounding.
     """
-    wanted = out_dtype or x_TK.dtype
-    if x_TK.dtype == weight_NK.dtype == wanted:
-        return F.linear(x_TK, weight_NK)
     (rows, k), n = x_TK.shape, weight_NK.shape[0]
-    y_TN = torch.empty(rows, n, dtype=wanted, device=x_TK.device)
+    y_TN = torch.empty(rows, n, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
     if y_TN.numel():
         x, weight = rows_of(x_TK), rows_of(weight_NK)
+        here = arch()
         # float32 on either side: both are widened
-        dot = dot_dtype(x if x.dtype.itemsize == 4 else weight, weight, arch(), quantised=False)
-        tile = product_tile(rows, dot, arch())
-        linear_kernel[(triton.cdiv(rows, tile["BM"]), triton.cdiv(n, tile["BN"]))](
-            x, weight, y_TN, x.stride(0), weight.stride(0), rows, n, K=k, DOT=dot, **tile
+        dot = dot_dtype(x if x.dtype.itemsize == 4 else weight, weight, here, quantised=False)
+        size = {"rows": rows, "n": n, "k": k, "bytes": 4 if dot == tl.float32 else 2}
+        chosen = tile("linear", size, here)
+        linear_kernel[(triton.cdiv(rows, chosen["BM"]), triton.cdiv(n, chosen["BN"]))](
+            x, weight, y_TN, x.stride(0), weight.stride(0), rows, n, K=k, DOT=dot, **chosen
         )
     return y_TN
 
