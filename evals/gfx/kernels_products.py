@@ -1,6 +1,6 @@
-"""Trials of the Triton kernels of norms, gates, products, routing and experts.
+"""Trials of the Triton kernels of norms, gates, products and routing.
 
-The executed ones are small and odd: tails of every mask, strided rows, experts without rows. Real sizes, those of the
+The executed ones are small and odd: tails of every mask, strided rows. Real sizes, those of the
 2.4T model on one of eight ranks, are compiled only.
 """
 
@@ -86,38 +86,6 @@ def _route(g: torch.Generator, arch: Arch, *, rows: int, experts: int, top_k: in
     return {"logits_TE": logits.to(_BF16), "top_k": top_k, "renormalise": not ties}
 
 
-def _experts(
-    g: torch.Generator,
-    arch: Arch,
-    *,
-    rows: int,
-    h: int,
-    i: int,
-    e: int,
-    k: int,
-    activation: str | None = None,
-    live: int | torch.Tensor | None = None,
-) -> Arguments:
-    """Without an activation the weights are plain. A fifth of the choices is held elsewhere."""
-    ids = torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(rows)]).to(torch.int32)
-    ids[torch.rand(ids.shape, generator=g) < 0.2] = -1
-    made: Arguments = {
-        "x_TH": _wide(normal(g, rows, h, dtype=_BF16)),
-        "ids_Tk": ids,
-        "weights_Tk": torch.rand(rows, k, generator=g),
-        "num_rows": rows if live is None else live,
-        "activation": activation or "bf16",
-    }
-    if activation is None:
-        w13 = normal(g, e, 2 * i, h, scale=h**-0.5, dtype=_BF16)
-        return made | {"w13_EIH": w13, "w2_EHI": normal(g, e, h, i, scale=i**-0.5, dtype=_BF16)}
-    (w13, s13), (w2, s2) = (
-        _block_fp8(g, arch, e, 2 * i, h, scale=h**-0.5),
-        _block_fp8(g, arch, e, h, i, scale=i**-0.5),
-    )
-    return made | {"w13_EIH": w13, "w13_scale": s13, "w2_EHI": w2, "w2_scale": s2}
-
-
 def _untouched(sizes: Mapping[str, tuple[int, ...]], arch: Arch, **others: object) -> Arguments:
     """Arguments of a real size that are never read. A name's ending tells its dtype, bf16 without one."""
     made: Arguments = dict(others)
@@ -137,30 +105,16 @@ def _real_linear(g: torch.Generator, arch: Arch, *, rows: int) -> Arguments:
     return _untouched({"x_TK": (rows, 8192), "weight_NK": (4096, 8192)}, arch, out_dtype=torch.float32)
 
 
-def _real_experts(g: torch.Generator, arch: Arch, *, rows: int, activation: str | None) -> Arguments:
-    """32 experts of 512: a tile is chosen by the rows that an expert gets."""
-    fp8, scales = ("|fp8", {"w13_scale|f32": (32, 4, 64), "w2_scale|f32": (32, 64, 2)}) if activation else ("", {})
-    sizes = {"x_TH": (rows, 8192), "ids_Tk|i32": (rows, 10), "weights_Tk|f32": (rows, 10)} | scales
-    sizes |= {f"w13_EIH{fp8}": (32, 512, 8192), f"w2_EHI{fp8}": (32, 8192, 256)}
-    return _untouched(sizes, arch, num_rows=rows, activation=activation or "bf16")
-
-
-_WORDS = "ids are sorted one word at a time"
 _MATRIX = "stored as the matrix instruction leaves it, 4 columns of a row a lane"
 _EXCEPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "count_choices_kernel": {"wide_loads": _WORDS, "wide_stores": _WORDS},
-        "place_choices_kernel": {"wide_loads": _WORDS, "wide_stores": _WORDS},
         "moe_route_kernel": {"wide_stores": "an id and a weight for each of few choices"},
         "quantise_rows_kernel": {"wide_stores": "a lane that loads 16 bytes of bf16 has 8 bytes of FP8"},
         "fp8_linear_kernel": {"wide_stores": _MATRIX},
         "linear_kernel": {"wide_stores": _MATRIX},
-        "gate_up_kernel": {"wide_stores": _MATRIX},
-        "down_kernel": {"wide_stores": _MATRIX},
     }
 )
 _ODD = "sizes that are no multiple of 16 bytes, to meet the tail of a mask"
-_EXPERTS = ("count_choices_kernel", "place_choices_kernel", "gate_up_kernel", "down_kernel", "combine_kernel")
 
 
 def _trial(
@@ -170,7 +124,7 @@ def _trial(
     exceptions = {f"{kernel}:{check}": why for kernel in kernels for check, why in _EXCEPTIONS.get(kernel, {}).items()}
     if odd:
         exceptions |= {"wide_loads": _ODD, "wide_stores": _ODD}
-    products = tuple(k for k in kernels if k in ("fp8_linear_kernel", "gate_up_kernel", "down_kernel")) if fp8 else ()
+    products = tuple(k for k in kernels if k == "fp8_linear_kernel") if fp8 else ()
     return Trial(
         op=op,
         provider="triton",
@@ -187,12 +141,6 @@ def _fp8_trial(case: str, activation: str, build: Build, **other: bool) -> Trial
     quantised = activation == "fp8_1x128"
     kernels = (*(("quantise_rows_kernel",) if quantised else ()), "fp8_linear_kernel")
     return _trial("fp8_linear", f"{case}, {activation}", build, *kernels, fp8=quantised, **other)
-
-
-def _experts_trial(case: str, activation: str | None, build: Build, **other: bool) -> Trial:
-    quantised = activation == "fp8_1x128"
-    kernels = (*(("quantise_rows_kernel",) if quantised else ()), *_EXPERTS)
-    return _trial("moe_experts", f"{case}, {activation or 'plain'}", build, *kernels, fp8=quantised, **other)
 
 
 _NORM, _GATED, _SIGMOID = "rms_norm_kernel", "gated_rms_norm_kernel", "sigmoid_mul_kernel"
@@ -244,23 +192,4 @@ TRIALS: tuple[Trial, ...] = (
     _trial("quantise_rows", "5 x 304", partial(_quantise, rows=5, width=304), "quantise_rows_kernel"),
     _trial("moe_route", "3 x 27", partial(_route, rows=3, experts=27, top_k=5), "moe_route_kernel", odd=True),
     _trial("moe_route", "2 x 512, ties", partial(_route, rows=2, experts=512, top_k=10, ties=True), "moe_route_kernel"),
-    _experts_trial("7 rows, 5 live", None, partial(_experts, rows=7, h=72, i=40, e=3, k=2, live=5)),
-    *(
-        _experts_trial("width 192", a, partial(_experts, rows=5, h=160, i=192, e=3, k=2, activation=a))
-        for a in _ACTIVATIONS
-    ),
-    *(
-        _experts_trial("tiles of 64", a, partial(_experts, rows=50, h=128, i=128, e=2, k=2, activation=a))
-        for a in _ACTIVATIONS
-    ),
-    _experts_trial(
-        "a count on the device",
-        None,
-        partial(_experts, rows=6, h=64, i=32, e=4, k=2, live=torch.tensor([4], dtype=torch.int32)),
-    ),
-    *(
-        _experts_trial(f"2.4T, {t} rows", a, partial(_real_experts, rows=t, activation=a), real=True)
-        for a in (None, *_ACTIVATIONS)
-        for t in (1, 60, 180, 500)
-    ),
 )

@@ -1,11 +1,12 @@
 """Tiles of the routed experts in Triton, by rule and to be tried; see tiles.py. No torch.
 
-A shape: `rows`, `k` choices a row, `e` experts here, `h` and `i` their widths, `bits` of the numbers that are multiplied.
-A tile with FEW is of moe_experts/triton_few.py, one without of triton_grouped.py, which chooses its own:
-BM: choices of an expert multiplied at once. DIRECT: every choice is a tile, nothing is put in order. FUSED: one program
-goes through all experts of a row and sums. UP_*: the product with gate and up, UP_SPLITS ways along K, or 0: whole, gate
-and up in one program that quantises what they make. DOWN_*: the product with down. BN rows of a weight,
-UNROLL steps of 128 columns at a time; WARPS, STAGES.
+A shape: `rows`, `k` choices a row, `e` experts here, `h` and `i` their widths, `bits` of the factors of a product. A
+tile with FEW is of moe_experts/triton_few.py; one without is of triton_grouped.py, which chooses its own.
+
+BM: choices of an expert multiplied at once. DIRECT: every choice is a tile, nothing is put in order. FUSED: a program
+goes through all experts of a row and sums. UP_*: the product with gate and up; UP_SPLITS ways along K, or 0: whole,
+both in one program that quantises what they make. DOWN_*: the product with down. BN rows of a weight, UNROLL steps of
+128 columns at a time, WARPS, STAGES.
 """
 
 from __future__ import annotations

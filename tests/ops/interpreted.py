@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -101,8 +100,10 @@ def sigmoid_mul(g: torch.Generator) -> list[float]:
     from rocm_serve.ops.sigmoid_mul.triton import sigmoid_mul as provider
 
     x = wide(normal(g, 5, 51))
-    return errors("sigmoid_mul", provider, {"x_TH": x, "gate": wide(normal(g, 5, 51))}) + errors(
-        "sigmoid_mul", provider, {"x_TH": x, "gate": wide(normal(g, 5, 1))}
+    return (
+        errors("sigmoid_mul", provider, {"x_TH": x, "gate": wide(normal(g, 5, 51))})
+        + errors("sigmoid_mul", provider, {"x_TH": x, "gate": wide(normal(g, 5, 1))})
+        + errors("sigmoid_mul", provider, {"x_TH": normal(g, 5, 3, 40), "gate": wide(normal(g, 5, 3, 80))[..., 40:]})
     )
 
 
@@ -167,91 +168,7 @@ def moe_route(g: torch.Generator) -> list[float] | str:
     return found
 
 
-def sort_choices(g: torch.Generator) -> list[float] | str:
-    from rocm_serve.ops.moe_experts import triton
-
-    for t, k, experts, live, tile in ((1, 1, 1, 1, 16), (37, 3, 5, 30, 16), (700, 2, 3, 700, 32), (9, 4, 40, 0, 16)):
-        ids = torch.randint(-2, experts + 2, (t, k), generator=g).to(torch.int32)
-        for rows in (live, torch.tensor([live])):
-            with poisoned():
-                order = triton.sort_choices(ids, rows, experts, tile)
-            flat, at = ids.flatten()[: live * k], 0
-            for expert in range(experts):
-                own = (flat == expert).nonzero().flatten().tolist()
-                for first in range(0, len(own), tile):
-                    held = own[first : first + tile] + [t * k] * (tile - len(own[first : first + tile]))
-                    if order.choices[at * tile : (at + 1) * tile].tolist() != held:
-                        return f"tile {at} of {(t, k, experts, live, tile)} holds other choices than {held}"
-                    if order.expert_of_tile[at] != expert:
-                        return f"tile {at} is not of expert {expert}"
-                    at += 1
-            if order.num_tiles.tolist() != [at] or at > order.max_tiles:
-                return f"{order.num_tiles.tolist()} tiles of at most {order.max_tiles}, not {at}"
-    return [0.0]
-
-
-def moe_case(g: torch.Generator, t: int, h: int, i: int, e: int, k: int, *, block: bool) -> dict[str, Any]:
-    made: dict[str, Any] = {"x_TH": wide(normal(g, t, h)), "activation": "bf16", "num_rows": t}
-    made["ids_Tk"] = torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(t)]).to(torch.int32)
-    made["weights_Tk"] = torch.rand(t, k, generator=g)
-    if not block:
-        w13, w2 = normal(g, e, 2 * i, h, scale=h**-0.5), normal(g, e, h, i, scale=i**-0.5)
-        return made | {"w13_EIH": w13, "w2_EHI": w2}
-    (w13, s13), (w2, s2) = block_fp8(g, e, 2 * i, h, scale=h**-0.5), block_fp8(g, e, h, i, scale=i**-0.5)
-    return made | {"w13_EIH": w13, "w13_scale": s13, "w2_EHI": w2, "w2_scale": s2}
-
-
-def moe_experts(g: torch.Generator) -> list[float]:
-    from rocm_serve.ops.moe_experts.triton import moe_experts as provider
-
-    made = moe_case(g, 9, 72, 40, 5, 2, block=False)
-    made["ids_Tk"][2] = -1
-    made["ids_Tk"][4, 1] = -1
-    made["num_rows"] = torch.tensor([7], dtype=torch.int32)
-    none = made | {"num_rows": 0}
-    return errors("moe_experts", provider, made) + errors("moe_experts", provider, none)
-
-
-def moe_experts_fp8_weights(g: torch.Generator) -> list[float]:
-    """An expert width of 192: the rows of gate and up meet inside a block of scales."""
-    from rocm_serve.ops.moe_experts.triton import moe_experts as provider
-
-    return errors("moe_experts", provider, moe_case(g, 5, 160, 192, 3, 2, block=True))
-
-
-def moe_experts_in_panels(g: torch.Generator) -> list[float]:
-    from rocm_serve.ops.moe_experts import triton
-
-    with mock.patch.object(triton, "_RETURNED_BYTES", 4 * 128 * 12):
-        return errors("moe_experts", triton.moe_experts, moe_case(g, 6, 300, 32, 4, 2, block=False))
-
-
-def moe_experts_fp8_rows(g: torch.Generator) -> list[float]:
-    """The hidden rows are rounded as the interpreter does it: this shows that nothing is misplaced, not more."""
-    from rocm_serve.ops.moe_experts.triton import moe_experts as provider
-
-    made = moe_case(g, 5, 256, 128, 3, 2, block=True) | {"x_TH": exact_rows(g, 5, 256), "activation": "fp8_1x128"}
-    return errors("moe_experts", provider, made)
-
-
-def moe_experts_sent_rows(g: torch.Generator) -> str | list[float]:
-    """The bits of the rows that are quantised in place; dead rows hold what was there before."""
-    from rocm_serve.ops.moe_experts.triton import moe_experts as provider
-
-    made = moe_case(g, 9, 256, 128, 3, 2, block=True) | {"x_TH": exact_rows(g, 9, 256), "activation": "fp8_1x128"}
-    made["ids_Tk"][3, 1] = -1
-    rows, scales = fp8.quantise_rows(made["x_TH"], torch.float8_e4m3fn)
-    rows[7:], scales[7:] = float("nan"), float("nan")
-    sent = made | {"x_TH": rows, "x_scale": wide(scales), "out_dtype": F32}
-    for live in (7, torch.tensor([7], dtype=torch.int32)):
-        with poisoned():
-            ours, plain = provider(**sent | {"num_rows": live}), provider(**made | {"num_rows": live})
-        if ours.dtype != F32 or not torch.equal(ours, plain):
-            return f"other bits than for the rows before: {(ours != plain).sum()} of {ours.numel()}"
-    return [0.0]
-
-
-# How large an error may be: float32 sums in another order, or what the interpreter's rounding costs.
+# How large an error may be: float32 sums in another order.
 LIMITS: dict[str, float] = dict.fromkeys(
     (
         "rms_norm",
@@ -263,14 +180,9 @@ LIMITS: dict[str, float] = dict.fromkeys(
         "linear",
         "fp8_linear",
         "moe_route",
-        "sort_choices",
-        "moe_experts",
-        "moe_experts_fp8_weights",
-        "moe_experts_in_panels",
-        "moe_experts_sent_rows",
     ),
     2e-6,
-) | {"moe_experts_fp8_rows": 0.15}
+)
 
 
 @contextmanager

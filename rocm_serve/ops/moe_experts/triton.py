@@ -1,34 +1,21 @@
 """The routed experts of an MoE layer, in Triton. Letters: T rows, H width, I expert width, E experts, k choices a row.
 
-A choice is one of the T k pairs of a row and an expert, numbered row by row. Choices are put in order of their expert,
-each expert's run padded to whole tiles; one program then multiplies one tile of one expert. Nothing is asked of the
-host: how many tiles there are is known on the device, and programs beyond that number end at once.
+Two forms: where an expert gets few rows, the time is that of reading weights (triton_few.py); where it gets many, that
+of multiplying (triton_grouped.py). ops/tiles.py chooses, by what is static in a launch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import triton
 import triton.language as tl
 
-from rocm_serve.ops.fp8 import BLOCK, fp8_max
+from rocm_serve.ops import tiles
 from rocm_serve.ops.moe_experts.reference import check_quantised
-from rocm_serve.ops.triton_common.triton import (
-    arch,
-    dot_dtype,
-    part_row_tile,
-    product,
-    product_tile,
-    quantise_rows,
-    quantise_tile,
-    rows_of,
-)
+from rocm_serve.ops.moe_experts.triton_few import few_rows
+from rocm_serve.ops.moe_experts.triton_grouped import many_rows
+from rocm_serve.ops.triton_common.triton import arch, dot_dtype, rows_of
 
-_BLOCK = tl.constexpr(BLOCK)
-_CHOICES_AT_ONCE = 1024
-_RETURNED_BYTES = 1 << 28  # what experts return, in float32 for every choice, is held for so many bytes of columns
+_FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e4m3fnuz: tl.float8e4b8}
 
 
 def moe_experts(
@@ -53,7 +40,8 @@ def moe_experts(
     With `x_scale` [T, H / 128] the rows are quantised already.
     Errors: ValueError as the reference.
     Numerics: as the reference, but for "bf16" rows the hidden activation is rounded to bf16 once more. Sums run in the
-    order of the k choices, so a row's bits depend on that row and the tile alone.
+    order of the k choices, so a row's bits depend on that row and the tile alone. Few FP8 rows are multiplied as FP8
+    everywhere: sm_90's matrix instructions keep some 14 bits of a sum of 128 products (docs/numerics.md).
     """
     if activation not in ("bf16", "fp8_1x128"):
         raise ValueError(f"moe_experts knows the activations bf16 and fp8_1x128, not {activation!r}")
@@ -63,351 +51,21 @@ def moe_experts(
         return out_TH
     assert w13_EIH.is_contiguous() and w2_EHI.is_contiguous(), "experts are whole matrices"
     quantised = activation == "fp8_1x128" and w13_scale is not None
-    x = rows_of(x_TH)
     dot = dot_dtype(out_TH, w13_EIH, arch(), quantised=quantised)
-    tile = product_tile(triton.cdiv(ids_Tk.numel(), w13_EIH.shape[0]), dot, arch())
-    order = sort_choices(ids_Tk.contiguous(), num_rows, w13_EIH.shape[0], tile["BM"])
-    if quantised:
-        x, x_scale = (x, x_scale.contiguous()) if x_scale is not None else quantise_rows(x, w13_EIH.dtype)
-    hidden, hidden_scale = _gate_up(x, x_scale, order, w13_EIH, w13_scale, dot, tile)
-    _down(hidden, hidden_scale, order, weights_Tk.contiguous(), num_rows, w2_EHI, w2_scale, dot, tile, out_TH)
-    return out_TH
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Choices in order of their expert, on the device."""
-
-    ids_Tk: torch.Tensor
-    choices: torch.Tensor  # int32, tiles of BM; the number of choices stands where a tile has no more
-    expert_of_tile: torch.Tensor  # int32
-    num_tiles: torch.Tensor  # int32 [1]: tiles that hold a choice
-    max_tiles: int
-
-    @property
-    def num_choices(self) -> int:
-        return self.ids_Tk.numel()
-
-
-def sort_choices(ids_Tk: torch.Tensor, num_rows: int | torch.Tensor, num_experts: int, tile: int) -> Order:
-    """Put the choices of the first `num_rows` rows in order of their expert; those of no expert here are left out."""
-    choices = ids_Tk.numel()
-    busy = min(choices, num_experts)
-    max_tiles = (choices + busy * (tile - 1)) // tile
-    made = {"dtype": torch.int32, "device": ids_Tk.device}
-    counts = torch.empty(num_experts, **made)
-    order = Order(
-        ids_Tk, torch.empty(max_tiles * tile, **made), torch.empty(max_tiles, **made), torch.empty(1, **made), max_tiles
-    )
-    common = {
-        "TOP_K": ids_Tk.shape[1],
-        "ROWS_ON_DEVICE": isinstance(num_rows, torch.Tensor),
-        "BLOCK": _CHOICES_AT_ONCE,
+    few_dot = _FP8[w13_EIH.dtype] if quantised and dot != tl.float32 else dot
+    shape = {
+        "rows": ids_Tk.shape[0],
+        "k": ids_Tk.shape[1],
+        "e": w13_EIH.shape[0],
+        "h": w13_EIH.shape[2],
+        "i": w2_EHI.shape[2],
+        "bits": few_dot.primitive_bitwidth,
     }
-    count_choices_kernel[(num_experts,)](ids_Tk, num_rows, counts, choices, **common)
-    place_choices_kernel[(num_experts,)](
-        ids_Tk,
-        num_rows,
-        counts,
-        order.choices,
-        order.expert_of_tile,
-        order.num_tiles,
-        choices,
-        EXPERTS=num_experts,
-        EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
-        BM=tile,
-        **common,
-    )
-    return order
-
-
-def _gate_up(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    order: Order,
-    w13_EIH: torch.Tensor,
-    scale: torch.Tensor | None,
-    dot: tl.dtype,
-    tile: dict[str, int],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return silu(gate) * up of every choice [T k, I], and its multipliers when the rows have some."""
-    width = w13_EIH.shape[1] // 2
-    hidden_scale = None
-    if x_scale is not None:
-        hidden_scale = torch.empty(order.num_choices, triton.cdiv(width, BLOCK), dtype=torch.float32, device=x.device)
-    hidden = torch.empty(order.num_choices, width, dtype=x.dtype, device=x.device)
-    gate_up_kernel[(order.max_tiles, triton.cdiv(width, tile["BN"]))](
-        x,
-        x_scale,
-        w13_EIH,
-        scale,
-        hidden,
-        hidden_scale,
-        order.choices,
-        order.expert_of_tile,
-        order.num_tiles,
-        x.stride(0),
-        order.num_choices,
-        TOP_K=order.ids_Tk.shape[1],
-        K=x.shape[1],
-        WIDTH=width,
-        TOP=fp8_max(x.dtype) if x_scale is not None else 0.0,
-        DOT=dot,
-        **tile,
-    )
-    return hidden, hidden_scale
-
-
-def _down(
-    hidden: torch.Tensor,
-    hidden_scale: torch.Tensor | None,
-    order: Order,
-    weights_Tk: torch.Tensor,
-    num_rows: int | torch.Tensor,
-    w2_EHI: torch.Tensor,
-    scale: torch.Tensor | None,
-    dot: tl.dtype,
-    tile: dict[str, int],
-    out_TH: torch.Tensor,
-) -> None:
-    """Write the weighted sums of what the experts return, a panel of columns after the other."""
-    experts, width, k = w2_EHI.shape
-    panel = max(tile["BN"], _RETURNED_BYTES // (4 * order.num_choices) // tile["BN"] * tile["BN"])
-    panel = min(panel, triton.cdiv(width, tile["BN"]) * tile["BN"])
-    returned = torch.empty(order.num_choices, panel, dtype=torch.float32, device=out_TH.device)
-    rows, top_k = order.ids_Tk.shape
-    row_tile = part_row_tile(panel)
-    for first in range(0, width, panel):
-        columns = min(panel, width - first)
-        down_kernel[(order.max_tiles, triton.cdiv(columns, tile["BN"]))](
-            hidden,
-            hidden_scale,
-            w2_EHI,
-            scale,
-            returned,
-            order.choices,
-            order.expert_of_tile,
-            order.num_tiles,
-            order.num_choices,
-            first,
-            K=k,
-            WIDTH=width,
-            PANEL=panel,
-            DOT=dot,
-            **tile,
-        )
-        combine_kernel[(triton.cdiv(rows, row_tile["ROWS"]), triton.cdiv(columns, row_tile["BLOCK"]))](
-            returned,
-            order.ids_Tk,
-            weights_Tk,
-            num_rows,
-            out_TH,
-            rows,
-            first,
-            WIDTH=width,
-            PANEL=panel,
-            TOP_K=top_k,
-            EXPERTS=experts,
-            ROWS_ON_DEVICE=isinstance(num_rows, torch.Tensor),
-            **row_tile,
-        )
-
-
-@triton.jit
-def expert_of(ids_ptr, choice, num_choices, num_rows, TOP_K: tl.constexpr, ROWS_ON_DEVICE: tl.constexpr):
-    """Return the expert of each choice, -1 for those of padding rows."""
-    if ROWS_ON_DEVICE:
-        live = tl.load(num_rows).to(tl.int32)
+    tile = tiles.tile("moe_experts", shape, arch())
+    tensors = (rows_of(x_TH), None if x_scale is None else x_scale.contiguous(), ids_Tk.contiguous())
+    tensors += (weights_Tk.contiguous(), num_rows, w13_EIH, w13_scale, w2_EHI, w2_scale, out_TH)
+    if tile["FEW"]:
+        few_rows(*tensors, quantised=quantised, dot=few_dot, tile=tile)
     else:
-        live = num_rows
-    return tl.load(ids_ptr + choice, mask=choice < tl.minimum(live * TOP_K, num_choices), other=-1)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_choices"])
-def count_choices_kernel(
-    ids_ptr,
-    num_rows,
-    counts_ptr,
-    num_choices,
-    TOP_K: tl.constexpr,
-    ROWS_ON_DEVICE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    expert = tl.program_id(0)
-    found = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, num_choices, BLOCK):
-        choice = first + tl.arange(0, BLOCK)
-        own = expert_of(ids_ptr, choice, num_choices, num_rows, TOP_K, ROWS_ON_DEVICE) == expert
-        found += own.to(tl.int32)
-    tl.store(counts_ptr + expert, tl.sum(found, 0))
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_choices"])
-def place_choices_kernel(
-    ids_ptr,
-    num_rows,
-    counts_ptr,
-    choices_ptr,
-    expert_of_tile_ptr,
-    num_tiles_ptr,
-    num_choices,
-    EXPERTS: tl.constexpr,
-    EXPERTS_BLOCK: tl.constexpr,
-    BM: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROWS_ON_DEVICE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Every program places the choices of one expert, in their own order: the result is the same every time."""
-    expert = tl.program_id(0)
-    other = tl.arange(0, EXPERTS_BLOCK)
-    tiles = (tl.load(counts_ptr + other, mask=other < EXPERTS, other=0) + BM - 1) // BM
-    first_tile = tl.sum(tl.where(other < expert, tiles, 0), 0)
-    own_tiles = tl.sum(tl.where(other == expert, tiles, 0), 0)
-    if expert == EXPERTS - 1:
-        tl.store(num_tiles_ptr, first_tile + own_tiles)
-    if own_tiles > 0:
-        at = choices_ptr + first_tile * BM
-        placed = own_tiles * 0  # a number of the device, as the loop carries it
-        for first in range(0, num_choices, BLOCK):
-            choice = first + tl.arange(0, BLOCK)
-            own = expert_of(ids_ptr, choice, num_choices, num_rows, TOP_K, ROWS_ON_DEVICE) == expert
-            one = own.to(tl.int32)
-            tl.store(at + placed + tl.cumsum(one, 0) - one, choice, mask=own)
-            placed += tl.sum(one, 0)
-        rest = placed + tl.arange(0, BM)
-        tl.store(at + rest, tl.zeros((BM,), tl.int32) + num_choices, mask=rest < own_tiles * BM)
-        for tile in range(0, own_tiles):
-            tl.store(expert_of_tile_ptr + first_tile + tile, expert)
-
-
-@triton.jit(do_not_specialize=["num_choices"])
-def gate_up_kernel(
-    x_ptr,
-    x_scale_ptr,
-    w_ptr,
-    w_scale_ptr,
-    hidden_ptr,
-    hidden_scale_ptr,
-    choices_ptr,
-    expert_of_tile_ptr,
-    num_tiles_ptr,
-    x_stride,
-    num_choices,
-    TOP_K: tl.constexpr,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP: tl.constexpr,
-    DOT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    if tile >= tl.load(num_tiles_ptr):
-        return
-    expert = tl.load(expert_of_tile_ptr + tile).to(tl.int64)
-    choice = tl.load(choices_ptr + tile * BM + tl.arange(0, BM))
-    live = choice < num_choices
-    row = (choice // TOP_K).to(tl.int64)
-    column = tl.program_id(1) * BN + tl.arange(0, BN)
-    column_live = column < WIDTH
-    scales: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
-    scale_rows: tl.constexpr = (2 * WIDTH + _BLOCK - 1) // _BLOCK
-    x_scales = None
-    gate_scales = None
-    up_scales = None
-    if x_scale_ptr is not None:
-        x_scales = x_scale_ptr + row * scales
-    if w_scale_ptr is not None:
-        w_scales = w_scale_ptr + expert * (scale_rows * scales)
-        gate_scales = w_scales + column // _BLOCK * scales
-        up_scales = w_scales + (column + WIDTH) // _BLOCK * scales
-    x_rows = x_ptr + row * x_stride
-    gate_rows = w_ptr + (expert * (2 * WIDTH) + column) * K
-    gate = product(x_rows, live, x_scales, gate_rows, column_live, gate_scales, K, BM, BN, BK, DOT)
-    up = product(x_rows, live, x_scales, gate_rows + WIDTH * K, column_live, up_scales, K, BM, BN, BK, DOT)
-    hidden = gate * tl.sigmoid(gate) * up
-    at = choice.to(tl.int64)
-    stored = live[:, None] & column_live[None, :]
-    if hidden_scale_ptr is not None:
-        hidden, scale = quantise_tile(hidden, TOP, hidden_ptr.dtype.element_ty)
-        blocks: tl.constexpr = (WIDTH + _BLOCK - 1) // _BLOCK
-        tl.store(hidden_scale_ptr + at * blocks + tl.program_id(1), scale, mask=live)
-    tl.store(hidden_ptr + (at * WIDTH)[:, None] + column[None, :], hidden.to(hidden_ptr.dtype.element_ty), mask=stored)
-
-
-@triton.jit(do_not_specialize=["num_choices"])
-def down_kernel(
-    hidden_ptr,
-    hidden_scale_ptr,
-    w_ptr,
-    w_scale_ptr,
-    returned_ptr,
-    choices_ptr,
-    expert_of_tile_ptr,
-    num_tiles_ptr,
-    num_choices,
-    first_column,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PANEL: tl.constexpr,
-    DOT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    if tile >= tl.load(num_tiles_ptr):
-        return
-    expert = tl.load(expert_of_tile_ptr + tile).to(tl.int64)
-    choice = tl.load(choices_ptr + tile * BM + tl.arange(0, BM))
-    live = choice < num_choices
-    at = choice.to(tl.int64)
-    in_panel = tl.program_id(1) * BN + tl.arange(0, BN)
-    column = first_column + in_panel
-    column_live = column < WIDTH
-    scales: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
-    scale_rows: tl.constexpr = (WIDTH + _BLOCK - 1) // _BLOCK
-    hidden_scales = None
-    w_scales = None
-    if hidden_scale_ptr is not None:
-        hidden_scales = hidden_scale_ptr + at * scales
-    if w_scale_ptr is not None:
-        w_scales = w_scale_ptr + expert * (scale_rows * scales) + column // _BLOCK * scales
-    w_rows = w_ptr + (expert * WIDTH + column) * K
-    y = product(hidden_ptr + at * K, live, hidden_scales, w_rows, column_live, w_scales, K, BM, BN, BK, DOT)
-    tl.store(returned_ptr + (at * PANEL)[:, None] + in_panel[None, :], y, mask=live[:, None] & column_live[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows", "all_rows"])
-def combine_kernel(
-    returned_ptr,
-    ids_ptr,
-    weights_ptr,
-    num_rows,
-    out_ptr,
-    all_rows,
-    first_column,
-    WIDTH: tl.constexpr,
-    PANEL: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS_ON_DEVICE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    in_panel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = first_column + in_panel
-    inside = (in_panel < PANEL) & (column < WIDTH)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for j in range(TOP_K):
-        choice = row * TOP_K + j
-        expert = expert_of(ids_ptr, choice, all_rows * TOP_K, num_rows, TOP_K, ROWS_ON_DEVICE)
-        held = (expert >= 0) & (expert < EXPERTS)
-        weight = tl.load(weights_ptr + choice, mask=held, other=0.0)
-        at = returned_ptr + (choice.to(tl.int64) * PANEL)[:, None] + in_panel[None, :]
-        total += tl.load(at, mask=held[:, None] & inside[None, :], other=0.0) * weight[:, None]
-    out_at = out_ptr + (row.to(tl.int64) * WIDTH)[:, None] + column[None, :]
-    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=(row < all_rows)[:, None] & inside[None, :])
+        many_rows(*tensors, quantised=quantised, dot=dot)
+    return out_TH
