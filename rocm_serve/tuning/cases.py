@@ -246,7 +246,12 @@ def linear(bench: Bench, rows: int, name: str) -> Case:
     def check() -> float:
         return relative(bench.ops.linear(x, prepared[0]), bench.ops.table["linear"].reference(x, w[0]))
 
-    peers = {} if bench.small else {"torch linear": [lambda one=one: F.linear(x, one) for one in w]}
+    peers: dict[str, Sequence[Call]] = {}
+    for provider in bench.ops.table["linear"].providers.values():
+        other = provider.name not in (bench.ops.providers["linear"].name, "reference", "aiter")
+        if other and not bench.small and provider.refusal(bench.arch, {}) is None:
+            product = provider.load()
+            peers[f"by {provider.name}"] = [lambda one=one, f=product: f(x, one) for one in w]
     calls = [lambda one=one: bench.ops.linear(x, one) for one in prepared]
     return Case("linear", f"{name} [{outputs}, {columns}] T {rows}", cost, calls, check, peers=peers)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, log
 from typing import Protocol
 
@@ -87,7 +87,7 @@ def tune_group(bench: Bench, group: Group, timer: Timer, deadline: float, patien
     if rule.us is not None:
         rule = min(rule, _try(kernel, rule.tile, made, timer, tolerance), key=lambda one: one.score)
     best = min((one for one in again if one.us is not None), key=lambda one: one.score, default=rule)
-    floors = tuple(case.cost.nbytes for case in made)
+    peers = {name: timer(replace(made[0], calls=calls)) for name, calls in made[0].peers.items()}
     return Outcome(
         kernel=kernel,
         key=key,
@@ -96,7 +96,8 @@ def tune_group(bench: Bench, group: Group, timer: Timer, deadline: float, patien
         best=best,
         tried=tuple(tried),
         candidates=len(group.tiles),
-        nbytes=floors,
+        nbytes=tuple(case.cost.nbytes for case in made),
+        peers=peers,
     )
 
 

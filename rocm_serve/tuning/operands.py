@@ -10,6 +10,7 @@ import torch
 from rocm_serve.checkpoint.synthetic_configs import Dims
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import BoundOps
+from rocm_serve.platform.probe import gpus_seen_by_torch
 from rocm_serve.tuning import weights
 
 CYCLE_BYTES = 256 << 20  # more than four times the L2 of an H200, and MI300X's Infinity Cache
@@ -38,6 +39,11 @@ class Bench:
         self.dims, self.ops, self.device, self.dtype, self.fp8 = dims, ops, device, dtype, fp8
         self.hollow = hollow
         self.g = torch.Generator("cpu" if hollow else device).manual_seed(seed)
+
+    @cached_property
+    def arch(self) -> str:
+        """Name the card that is here."""
+        return gpus_seen_by_torch().arch or "cpu"
 
     @property
     def small(self) -> bool:

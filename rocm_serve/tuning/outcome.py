@@ -31,6 +31,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tried: tuple[Tried, ...]
     candidates: int
     nbytes: tuple[float, ...]
+    peers: dict[str, float] = {}  # microseconds of the first call by others
 
     @property
     def gain(self) -> float:
@@ -52,8 +53,9 @@ def words(one: Outcome) -> str:
     speeds = ", ".join(f"{n / us / 1e6:.2f} TB/s" for n, us in zip(one.nbytes, one.best.us, strict=True))
     tile = " ".join(f"{name} {size}" for name, size in one.best.tile.items())
     us = ", ".join(f"{x:.1f}" for x in one.best.us)
+    peers = "".join(f"; {name} {x:.1f} us" for name, x in one.peers.items())
     rule = ", ".join(f"{x:.1f}" for x in one.rule.us) if one.rule.us else one.rule.why
-    return f"{one.kernel} {one.key}: {us} us ({speeds}), rule {rule} us, {one.gain:.2f}x: {tile} ({count})"
+    return f"{one.kernel} {one.key}: {us} us ({speeds}), rule {rule} us, {one.gain:.2f}x: {tile} ({count}{peers})"
 
 
 def merged(table: Table, one: Outcome, least_gain: float) -> Table:

@@ -11,7 +11,7 @@ from rocm_serve.config.schema import ServeConfig
 from rocm_serve.errors import UserError
 from rocm_serve.executor.binding import op_facts
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, parse_config, stage_params
-from rocm_serve.ops.bind import choose
+from rocm_serve.ops.bind import OPS, choose
 from rocm_serve.ops.facts import OpFacts
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform.facts import fp8_dialect
@@ -54,8 +54,8 @@ def facts_on(model: ModelFacts, arch: str, tp: int, op: Mapping[str, str]) -> Op
 
 
 def wish_of(facts: OpFacts, op: Mapping[str, str], seed: int) -> Wish:
-    """Choose providers as a start would, before any probe. Errors: UserError."""
-    chosen = choose(op, facts.arch, facts=facts.mapping())
+    """Choose Triton wherever it can, bound by a start or not; else what a start would choose. Errors: UserError."""
+    chosen = choose(op, facts.arch, facts=facts.mapping(), preferred=dict.fromkeys(OPS, "triton"))
     return Wish(
         dims=sizes_of(facts),
         providers={line.op: line.provider for line in chosen if "." not in line.op},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from rocm_serve.ops import tiles
 from rocm_serve.ops.facts import LinearShape, OpFacts
 from rocm_serve.ops.tuning import ShapeTuning, shape_tunings, tuning
 from rocm_serve.platform import aiter_abi
@@ -58,3 +60,21 @@ def test_without_aiter_or_without_sizes_there_is_nothing_to_say(monkeypatch: pyt
     assert tuning("fp8_linear", "aiter", {"arch": "gfx942"}) == ""
     assert tuning("rms_norm", "reference", mi300x().mapping()) == ""
     assert tuning("rms_norm", "triton", {}) == tuning("rms_norm", "hip", {}) == "tiles by rule"
+
+
+def test_tiles_of_our_kernels_are_tuned_where_the_table_has_the_models_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = mi300x(TUNED, PLAIN, LinearShape(512, 256, False))
+    e, k, h, i = facts.local_experts, facts.top_k, facts.hidden_size, facts.expert_width
+    table: tiles.Table = {
+        "moe_experts": {f"bits=8,e={e},h={h},i={i},k={k},rows={rows}": {"BM": 16} for rows in (16, 1)},
+        "linear": {"bytes=2,k=256,n=128,rows=64": {"BM": 16}, "bytes=2,k=999,n=128,rows=8": {"BM": 16}},
+    }
+    table["moe_experts"][f"bits=8,e={e + 1},h={h},i={i},k={k},rows=256"] = {"BM": 32}
+    monkeypatch.setattr(tiles, "tuned_table", lambda arch: table if arch == "gfx942" else {})
+    assert tuning("moe_experts", "triton", facts.mapping()) == "tiles tuned for 1 16 rows, the rest by rule"
+    assert tuning("linear", "triton", facts.mapping()) == "tiles tuned for 64 rows in 1 of 2 shapes, the rest by rule"
+    assert tuning("gdn_step", "triton", facts.mapping()) == "tiles by rule"
+    assert tuning("linear", "hip", facts.mapping()) == "tiles by rule"
+    assert shape_tunings("linear", "triton", facts)[0] == ShapeTuning("[128, 256]", (64,))
+    other = msgspec.structs.replace(facts, arch="gfx950")
+    assert tuning("moe_experts", "triton", other.mapping()) == "tiles by rule"
