@@ -17,6 +17,7 @@ from rocm_serve.ops.attention_cases import attention_case
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.contract import Arguments
 from rocm_serve.ops.gdn_cases import committing, gdn_case
+from rocm_serve.ops.gdn_step.cases import step_case
 from rocm_serve.ops.inputs import normal, sequences_of
 
 _BF16 = torch.bfloat16
@@ -71,6 +72,10 @@ def _rule(g: torch.Generator, arch: Arch, **sizes: int | tuple[int, ...]) -> Arg
     return gdn_case(g, _BF16, **sizes)  # type: ignore[arg-type]
 
 
+def _step(g: torch.Generator, arch: Arch, **sizes: int | tuple[int, ...]) -> Arguments:
+    return step_case(g, _BF16, **sizes)  # type: ignore[arg-type]
+
+
 def _attend(
     g: torch.Generator, arch: Arch, *, rows_in: torch.dtype = _BF16, fp8: bool = False, **sizes: object
 ) -> Arguments:
@@ -106,7 +111,7 @@ _ONCE = {
     "paged_attention_kernel:wide_stores": "a row is stored once a step, as the matrix instruction lays it out",
 }
 _PAGED, _MERGE = "paged_attention_kernel", "merge_splits_kernel"
-_SCAN, _CONV = "gated_delta_rule_kernel", "causal_conv_kernel"
+_SCAN, _CONV, _STEP = "gated_delta_rule_kernel", "causal_conv_kernel", "gdn_step_kernel"
 _SMALL: dict[str, Any] = {"heads": 6, "kv_heads": 2, "d": 24, "page_size": 5}
 _HEADS: dict[str, Any] = {"heads": 16, "key_heads": 2, "key": 128, "value": 128}
 
@@ -157,6 +162,21 @@ TRIALS: tuple[Trial, ...] = (
         compile_only=True,
     ),
     _trial("gdn_chunk", "2.4T heads at tp 8", partial(_rule, rows=(3,), **_HEADS), _SCAN, compile_only=True),
+    _trial("gdn_step", "heads of 128", partial(_step, rows=(1, 1), heads=2, key_heads=1, key=128, value=128), _STEP),
+    _trial(
+        "gdn_step",
+        "drafts on a copy",
+        partial(_step, rows=(1, 3), heads=2, key_heads=1, key=32, value=48, first_row=2, commits=(1, 1)),
+        _STEP,
+    ),
+    _trial(
+        "gdn_step",
+        "2.4T heads at tp 8, drafts",
+        partial(_step, rows=(7,), commits=(4,), **_HEADS),
+        _STEP,
+        "gated_rms_norm_kernel",
+        compile_only=True,
+    ),
     _trial(
         "attention_prefill",
         "3 heads on each key, 24 wide",

@@ -12,7 +12,7 @@ from torch import nn
 from rocm_serve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from rocm_serve.layers.weights import Weights
 from rocm_serve.ops.batch import ForwardBatch, Replay, Sequences, StageCache
-from rocm_serve.ops.bind import BoundOps
+from rocm_serve.ops.bind import REFERENCE, BoundOps
 from rocm_serve.ops.replay import extended, keep_drafts
 from rocm_serve.parallel.comm import Comm
 
@@ -43,7 +43,8 @@ class GatedDeltaNet(nn.Module):
     """Short convolution, gated delta rule, gated norm.
 
     The projection's rows are q, k, v (these go through the convolution), then z (the output gate). `cache_key` names
-    this layer's states. One all-reduce, after out_proj.
+    this layer's states. One all-reduce, after out_proj. Where a kernel is bound as gdn_step, rows past the prompt take
+    it, in every step: their bits then do not depend on whether prompts or drafts run beside them.
     """
 
     def __init__(
@@ -73,18 +74,77 @@ class GatedDeltaNet(nn.Module):
         self.key_heads, self.value_heads = key_heads // comm.size, value_heads // comm.size
         self.key_dim, self.value_dim = key_dim, value_dim
         self._channels = 2 * self.key_heads * key_dim + self.value_heads * value_dim
+        self._run = self._by_parts if ops.providers["gdn_step"].name == REFERENCE else self._by_steps
+
+    def run_by_parts(self) -> None:
+        """Leave gdn_step alone from now on, so that each part's result can be seen."""
+        self._run = self._by_parts
 
     def forward(self, x_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         value = self.value_heads * self.value_dim
         u_TC, z = self.in_proj_qkvz(x_TH).split([self._channels, value], dim=-1)
         ba_TG = self.in_proj_ba(x_TH)
-        out_THV = torch.zeros(len(x_TH), self.value_heads, self.value_dim, dtype=x_TH.dtype, device=x_TH.device)
+        gated_THV = self._run(u_TC, ba_TG, z.view(-1, self.value_heads, self.value_dim), batch)
+        return self.out_proj(gated_THV.view(-1, value))
+
+    def _by_parts(
+        self, u_TC: torch.Tensor, ba_TG: torch.Tensor, z_THV: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Convolution, rule and norm, an op each."""
+        out_THV = self._zeros(u_TC)
         if batch.replay is None:
             self._advance(u_TC, ba_TG, batch.sequences, batch.cache, out_THV)
         else:
             self._verify(u_TC, ba_TG, batch, batch.replay, out_THV)
-        gated_THV = self.norm(out_THV, z.view(-1, self.value_heads, self.value_dim))
-        return self.out_proj(gated_THV.view(-1, value))
+        return self.norm(out_THV, z_THV)
+
+    def _by_steps(
+        self, u_TC: torch.Tensor, ba_TG: torch.Tensor, z_THV: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Rows past the prompt by one op, drafts and what they replay too; prompt rows by parts."""
+        sequences, replay = batch.sequences, batch.replay
+        if sequences.num_recurrent == sequences.num_sequences and replay is None:
+            return self._step(u_TC, ba_TG, z_THV, sequences, batch.cache)
+        y_THV = self._zeros(u_TC)
+        if replay is not None:
+            z_TV = z_THV.flatten(1)
+            z_EV = z_TV.new_zeros(replay.sequences.num_rows, z_TV.shape[1])
+            z_EV[replay.own_N] = z_TV[: len(replay.own_N)]
+            u_EC, ba_EG = self._extended(u_TC, ba_TG, batch.cache, replay)
+            y_EHV = self._step(u_EC, ba_EG, z_EV.view(-1, *z_THV.shape[1:]), replay.sequences, batch.cache)
+            y_THV[: len(replay.own_N)] = y_EHV[replay.own_N]
+            self._keep_drafts(u_TC, ba_TG, batch.cache, replay)
+        elif sequences.num_recurrent:
+            y_THV = self._step(u_TC, ba_TG, z_THV, sequences.recurrent, batch.cache)
+        prompt = sequences.prompt
+        if prompt.num_sequences:
+            read_THV = self._zeros(u_TC)
+            self._advance(u_TC, ba_TG, prompt, batch.cache, read_THV)
+            y_THV[prompt.rows] = self.norm(read_THV[prompt.rows], z_THV[prompt.rows])
+        return y_THV
+
+    def _step(
+        self, u_TC: torch.Tensor, ba_TG: torch.Tensor, z_THV: torch.Tensor, sequences: Sequences, cache: StageCache
+    ) -> torch.Tensor:
+        b_TH, a_TH = ba_TG.chunk(2, dim=-1)
+        return self.ops.gdn_step(
+            u_TC,
+            self.conv1d.weight.flatten(1),
+            cache.conv[self.cache_key],
+            a_TH,
+            b_TH,
+            self.A_log,
+            self.dt_bias,
+            cache.ssm[self.cache_key],
+            z_THV,
+            self.norm.weight,
+            sequences,
+            eps=self.norm.eps,
+            activation=self.norm.activation,
+        )
+
+    def _zeros(self, rows_TC: torch.Tensor) -> torch.Tensor:
+        return rows_TC.new_zeros(len(rows_TC), self.value_heads, self.value_dim)
 
     def _advance(
         self, u_TC: torch.Tensor, ba_TG: torch.Tensor, sequences: Sequences, cache: StageCache, out_THV: torch.Tensor
@@ -110,13 +170,20 @@ class GatedDeltaNet(nn.Module):
         self, u_TC: torch.Tensor, ba_TG: torch.Tensor, batch: ForwardBatch, replay: Replay, out_THV: torch.Tensor
     ) -> None:
         """As `_advance`; accepted drafts of the last step run before a sequence's rows, its own drafts on a copy."""
-        cache = batch.cache
-        pending = cache.pending_u[self.cache_key], cache.pending_ba[self.cache_key]
-        u_EC, ba_EG = extended(u_TC, pending[0], replay), extended(ba_TG, pending[1], replay)
-        out_EHV = out_THV.new_zeros(len(u_EC), self.value_heads, self.value_dim)
-        self._advance(u_EC, ba_EG, replay.sequences, cache, out_EHV)
+        u_EC, ba_EG = self._extended(u_TC, ba_TG, batch.cache, replay)
+        out_EHV = self._zeros(u_EC)
+        self._advance(u_EC, ba_EG, replay.sequences, batch.cache, out_EHV)
         out_THV[: len(replay.own_N)] = out_EHV[replay.own_N]
-        keep_drafts(u_TC, pending[0], replay)
-        keep_drafts(ba_TG, pending[1], replay)
+        self._keep_drafts(u_TC, ba_TG, batch.cache, replay)
         if batch.sequences.prompt.num_sequences:
-            self._advance(u_TC, ba_TG, batch.sequences.prompt, cache, out_THV)
+            self._advance(u_TC, ba_TG, batch.sequences.prompt, batch.cache, out_THV)
+
+    def _extended(
+        self, u_TC: torch.Tensor, ba_TG: torch.Tensor, cache: StageCache, replay: Replay
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        u_EC = extended(u_TC, cache.pending_u[self.cache_key], replay)
+        return u_EC, extended(ba_TG, cache.pending_ba[self.cache_key], replay)
+
+    def _keep_drafts(self, u_TC: torch.Tensor, ba_TG: torch.Tensor, cache: StageCache, replay: Replay) -> None:
+        keep_drafts(u_TC, cache.pending_u[self.cache_key], replay)
+        keep_drafts(ba_TG, cache.pending_ba[self.cache_key], replay)

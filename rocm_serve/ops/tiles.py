@@ -19,6 +19,7 @@ import msgspec
 from rocm_serve.config.load import environment
 from rocm_serve.ops.tiles_attention import attention_decode_tile, attention_decode_tiles
 from rocm_serve.ops.tiles_linear import linear_tile, linear_tiles
+from rocm_serve.ops.tiles_gdn import gdn_decode_tile, gdn_scan_tile, gdn_step_tile, gdn_step_tiles, gdn_tiles
 from rocm_serve.ops.tiles_moe import moe_experts_tile, moe_experts_tiles
 
 Tile = dict[str, int]
@@ -138,52 +139,8 @@ def _attention_decode(shape: Shape, arch: str) -> Tile:
 
 
 RULES["attention_decode"] = _attention_decode
-
-
-def _state_tile(shape: Shape, elements: int) -> Tile:
-    """Cut `elements` of a recurrent state out of one head: BV value rows of all keys, KL columns of a row at a time."""
-    keys = _power_of_two(shape["k"])
-    values = max(1, min(_power_of_two(shape["v"]), elements // keys))
-    return {
-        "BV": values,
-        "KL": min(keys, 32),
-        "num_warps": max(1, min(8, values * keys // (2048 if values * keys > 8192 else 1024))),
-    }
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def _gdn_decode(shape: Shape, arch: str) -> Tile:
-    """Cut heads small while they are few, so that every unit has some: `rows` sequences of `heads` value heads."""
-    heads = shape["rows"] * shape["heads"]
-    return _state_tile(shape, 2048 if heads <= 64 else 4096 if heads <= 1024 else 8192)
-
-
-def _gdn_chunk(shape: Shape, arch: str) -> Tile:
-    return _state_tile(shape, 4096)
-
-
-def _gdn_tiles(shape: Shape, arch: str) -> list[Tile]:
-    """List tiles of 1 to 64 KiB of state, 16 to 128 floats of it a lane."""
-    keys, lanes = _power_of_two(shape["k"]), 64 if arch.startswith("gfx") else 32
-    cuts = [v for v in (8, 16, 32, 64, 128) if v <= _power_of_two(shape["v"])]
-    return [
-        {"BV": values, "KL": columns, "num_warps": warps}
-        for values in cuts
-        for columns in (32, 128)
-        for warps in (1, 2, 4, 8, 16)
-        if columns <= keys and 16 <= values * keys // (warps * lanes) <= 128
-    ]
-
-
-def _gdn_step(shape: Shape, arch: str) -> Tile:
-    """Keep heads whole: one launch then does all. A head of 128 x 128 is 64 floats a lane of 8 warps."""
-    return _state_tile(shape, 16384)
-
-
 RULES["attention_decode"], CANDIDATES["attention_decode"] = attention_decode_tile, attention_decode_tiles
-RULES["gdn_step"], CANDIDATES["gdn_step"] = _gdn_step, _gdn_tiles
-RULES["gdn_decode"], CANDIDATES["gdn_decode"] = _gdn_decode, _gdn_tiles
-RULES["gdn_chunk"], CANDIDATES["gdn_chunk"] = _gdn_chunk, _gdn_tiles
+RULES["gdn_chunk"], CANDIDATES["gdn_chunk"] = gdn_scan_tile, gdn_tiles
+RULES["gdn_decode"], CANDIDATES["gdn_decode"] = gdn_decode_tile, gdn_tiles
+RULES["gdn_step"], CANDIDATES["gdn_step"] = gdn_step_tile, gdn_step_tiles
+RULES["gdn_step_drafts"], CANDIDATES["gdn_step_drafts"] = gdn_scan_tile, gdn_tiles

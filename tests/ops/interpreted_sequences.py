@@ -18,6 +18,7 @@ import torch
 from rocm_serve.ops.attention_cases import attention_case
 from rocm_serve.ops.bind import OPS, bind_ops
 from rocm_serve.ops.gdn_cases import committing, gdn_case
+from rocm_serve.ops.gdn_step.cases import step_case
 from rocm_serve.ops.inputs import normal
 from tests.ops.layer_layout import as_in_the_layer
 from tests.ops.test_references import copied, error
@@ -30,6 +31,7 @@ SEQUENCE_OPS = (
     "causal_conv",
     "gdn_chunk",
     "gdn_decode",
+    "gdn_step",
     "attention_prefill",
     "attention_decode",
 )
@@ -70,11 +72,13 @@ def causal_conv(g: G) -> list[float]:
 
 
 def gdn_decode(g: G) -> list[float]:
-    made = gdn_case(g, F32, rows=(1, 3, 2), heads=4, key_heads=2, key=20, value=37, first_row=2)
+    sizes: dict[str, Any] = {"heads": 4, "key_heads": 2, "key": 20, "value": 37, "first_row": 2}
+    made = gdn_case(g, F32, rows=(1, 3, 2), **sizes)
     sequences: Any = made["sequences"]
     return [
         e
         for some in (
+            gdn_case(g, F32, rows=(1, 1), **sizes),
             made,
             made | {"sequences": committing(sequences, (1, 1, 2))},
             made | {"sequences": committing(sequences, (0, 2, 0))},
@@ -82,6 +86,19 @@ def gdn_decode(g: G) -> list[float]:
         )
         for e in errors("gdn_decode", some)
     ]
+
+
+def gdn_step(g: G) -> list[float]:
+    """Tiles of whole heads, which normalise, and of parts of heads; rows of decoding, and drafts on copies."""
+    sizes: dict[str, Any] = {"heads": 4, "key_heads": 2, "key": 40, "value": 37, "first_row": 2}
+    tiles = importlib.import_module("rocm_serve.ops.tiles")
+    found = errors("gdn_step", case("gdn_step", "no sequences", g))
+    for values in (64, 16):
+        with mock.patch.object(tiles, "tile", lambda *_, values=values: {"BV": values, "KL": 32, "num_warps": 1}):
+            for rows, commits in (((1, 1, 1), None), ((1, 3, 2), None), ((1, 4, 2, 3), (1, 2, 0, 3))):
+                found += errors("gdn_step", step_case(g, F32, rows=rows, commits=commits, **sizes))
+            found += errors("gdn_step", step_case(g, F32, rows=(1,), heads=1, key_heads=1, activation="sigmoid"))
+    return found
 
 
 def gdn_chunk(g: G) -> list[float]:
@@ -130,9 +147,16 @@ def softplus(g: G) -> list[float]:
 
 def drafts(g: G) -> list[float]:
     """A layer whose sequences draft: how many results and states have other bits than those of plain steps."""
+    return drafted(g, ("causal_conv", "gdn_chunk", "gdn_decode"))
+
+
+def drafts_in_one_op(g: G) -> list[float]:
+    return drafted(g, ("causal_conv", "gdn_chunk", "gdn_step"))
+
+
+def drafted(g: G, walking: tuple[str, ...]) -> list[float]:
     from tests.layers.replaying import Request, Run, Turn, facts_of, in_step, layer_of
 
-    walking = ("causal_conv", "gdn_chunk", "gdn_decode")
     ops = bind_ops({name: "triton" if name in walking else "reference" for name in OPS}, "gfx950")
     facts = facts_of(12, 20, key_heads=1, value_heads=2, hidden=16)
     run = Run(layer_of(facts, ops, g), facts, g, 2)
@@ -173,12 +197,14 @@ CHECKS: Mapping[str, Callable[[G], list[float]]] = {
         qk_norm_rope,
         causal_conv,
         gdn_decode,
+        gdn_step,
         gdn_chunk,
         attention_prefill,
         attention_decode_in_splits,
         attention_decode,
         softplus,
         drafts,
+        drafts_in_one_op,
         whole_model,
     )
 }

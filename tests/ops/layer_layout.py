@@ -12,6 +12,7 @@ CUT = {
     "qk_norm_rope": ("k_TGD",),
     "causal_conv": ("u_TC",),
     "gdn_decode": ("q_ThK", "k_ThK", "v_THV", "a_TH", "b_TH"),
+    "gdn_step": ("u_TC", "a_TH", "b_TH", "z_THV"),
     "gdn_chunk": ("q_ThK", "k_ThK", "v_THV", "a_TH", "b_TH"),
 }
 

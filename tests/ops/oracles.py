@@ -238,6 +238,33 @@ def gated_delta_rule(
     return out, held, out
 
 
+def gdn_step(
+    u_TC: Any,
+    conv_weight_CK: Any,
+    conv_state: Any,
+    a_TH: Any,
+    b_TH: Any,
+    a_log_H: Any,
+    dt_bias_H: Any,
+    state: Any,
+    z_THV: Any,
+    norm_weight_V: Any,
+    sequences: Any,
+    *,
+    eps: float,
+    activation: str,
+) -> Outputs:
+    (t, heads, value), key, owned = z_THV.shape, state.shape[-1], sequences.rows
+    mixed, window = causal_conv(u_TC, conv_weight_CK, conv_state, sequences)
+    keys, at = (u_TC.shape[1] - heads * value) // 2, slice(owned.start, owned.stop)
+    q, k, v = mixed[:, :keys], mixed[:, keys : 2 * keys], mixed[:, 2 * keys :]
+    rows = q.reshape(t, keys // key, key), k.reshape(t, keys // key, key), v.reshape(t, heads, value), a_TH, b_TH
+    read, held, _ = gated_delta_rule(*rows, a_log_H, dt_bias_H, state, sequences, torch.zeros(z_THV.shape))
+    y = torch.zeros_like(read)
+    (y[at],) = gated_rms_norm(read[at], z_THV[at], norm_weight_V, eps=eps, activation=activation)
+    return y, window, held
+
+
 def drawn(key: int, token: int) -> float:
     """Return the noise of one token, from plain integers."""
     z = (key + (token + 1) * 0x9E3779B97F4A7C15) % 2**64
@@ -283,6 +310,7 @@ ORACLES: Mapping[str, Callable[..., Outputs]] = {
     "causal_conv": causal_conv,
     "gdn_chunk": gated_delta_rule,
     "gdn_decode": gated_delta_rule,
+    "gdn_step": gdn_step,
     "draw_token": draw_token,
     "log_sum_exp": log_sum_exp,
 }

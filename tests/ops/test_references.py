@@ -40,6 +40,8 @@ SCALARS: dict[tuple[str, str], Any] = {
     ("attention_decode", "scale"): 0.2,
     ("attention_decode", "k_scale"): 1.0,
     ("attention_decode", "v_scale"): 1.0,
+    ("gdn_step", "eps"): 1e-4,
+    ("gdn_step", "activation"): "silu",
     ("draw_token", "first_id"): 5,
     ("draw_token", "used"): 7,
 }
@@ -143,7 +145,7 @@ def test_every_op_has_a_case_without_rows_and_one_with_a_single_row(name: str) -
     assert 0 in counts and 1 in counts
 
 
-@pytest.mark.parametrize("name", ["fp8_linear", "moe_experts", "gated_rms_norm"])
+@pytest.mark.parametrize("name", ["fp8_linear", "moe_experts", "gated_rms_norm", "gdn_step"])
 def test_an_unknown_activation_is_refused_with_the_legal_ones(name: str) -> None:
     made = arguments(OPS[name], "one row" if name != "fp8_linear" else "one row, bf16", torch.float32)
     with pytest.raises(ValueError, match="knows the activations"):

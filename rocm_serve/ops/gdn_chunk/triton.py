@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from rocm_serve.ops.batch import Sequences
-from rocm_serve.ops.gdn_decode.triton import gdn_decode
+from rocm_serve.ops.gdn_decode.triton import scan
 
 
 def gdn_chunk(
@@ -28,4 +28,4 @@ def gdn_chunk(
     One launch scans all sequences and heads, row after row with the state in registers. It is exact and does not see
     chunk borders at all, but leaves the matrix cores idle.
     """
-    return gdn_decode(q_ThK, k_ThK, v_THV, a_TH, b_TH, a_log_H, dt_bias_H, state, sequences, out_THV)
+    return scan("gdn_chunk", q_ThK, k_ThK, v_THV, a_TH, b_TH, a_log_H, dt_bias_H, state, sequences, out_THV)

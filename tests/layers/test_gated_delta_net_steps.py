@@ -1,0 +1,68 @@
+"""Gated DeltaNet where gdn_step is bound: the bits of its parts, whatever a step mixes."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_serve.ops.batch import Sequences
+from rocm_serve.ops.bind import OPS, BoundOps, bind_ops
+from rocm_serve.ops.contract import Provider
+from tests.layers.replaying import Run, at_random, every_pair, facts_of, in_step, layer_of
+
+PARTS = bind_ops({}, "cpu")
+SIZES = {"key": 20, "value": 37, "key_heads": 1, "value_heads": 3}
+
+
+def stepping(seen: list[Sequences]) -> BoundOps:
+    """Bind the reference of gdn_step as a kernel would be; note the sequences that it is called with."""
+
+    def gdn_step(*arguments: Any, **scalars: Any) -> torch.Tensor:
+        seen.append(arguments[10])
+        return OPS["gdn_step"].reference(*arguments, **scalars)
+
+    bound = {**PARTS.providers, "gdn_step": Provider("kernel", lambda: gdn_step)}
+    return replace(PARTS, gdn_step=gdn_step, providers=bound)
+
+
+def run_of(seen: list[Sequences], seed: int, draft_tokens: int) -> tuple[Run, Run]:
+    """Make two runs of one layer: by parts, and by steps."""
+    print(f"seed {seed}")
+    facts = facts_of(**SIZES)
+    layers = [layer_of(facts, ops, torch.Generator().manual_seed(seed)) for ops in (PARTS, stepping(seen))]
+    parts, steps = (Run(layer, facts, torch.Generator().manual_seed(seed), draft_tokens) for layer in layers)
+    return parts, steps
+
+
+def test_steps_with_prompts_recurrent_rows_and_drafts_have_the_bits_of_parts() -> None:
+    seen: list[Sequences] = []
+    parts, steps = run_of(seen, secrets.randbits(31), 3)
+    requests, order = at_random(parts.g, 6, 3)
+    parts.plainly(requests)
+    assert not steps.differences(requests, order)
+    assert any(run.commits is not None for run in seen) and any(run.commits is None for run in seen)
+    assert all(run.num_recurrent == run.num_sequences for run in seen)
+
+
+def test_accepted_drafts_are_plain_steps_for_every_m_and_n() -> None:
+    parts, steps = run_of([], secrets.randbits(31), 2)
+    requests = every_pair(2, 1)
+    parts.plainly(requests)
+    assert not steps.differences(requests, in_step(requests))
+
+
+@pytest.mark.parametrize("by_parts", [True, False])
+def test_without_a_kernel_or_when_told_so_the_layer_runs_by_parts(by_parts: bool) -> None:
+    seen: list[Sequences] = []
+    parts, steps = run_of(seen, 1, 1)
+    if by_parts:
+        steps.layer.run_by_parts()
+    requests, order = at_random(parts.g, 2, 1)
+    parts.plainly(requests)
+    assert not seen
+    assert not steps.differences(requests, order)
+    assert bool(seen) is not by_parts
