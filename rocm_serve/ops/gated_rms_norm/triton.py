@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import whole_row_tile
+from rocm_serve.ops.triton_common.triton import blocks, whole_row_tile
 
 
 def gated_rms_norm(
@@ -24,7 +24,7 @@ def gated_rms_norm(
     y_THD = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if y_THD.numel():
         tile = whole_row_tile(width)
-        gated_rms_norm_kernel[(triton.cdiv(t * heads, tile["ROWS"]),)](
+        gated_rms_norm_kernel[(blocks(t * heads, tile["ROWS"]),)](
             x,
             gate,
             weight_D,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from rocm_serve.ops.tiles import tile
-from rocm_serve.ops.triton_common.triton import arch, dot_dtype, product, rows_of
+from rocm_serve.ops.triton_common.triton import arch, blocks, dot_dtype, product, rows_of
 
 
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -25,7 +25,7 @@ def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, out_dtype: torch.dtyp
         dot = dot_dtype(x if x.dtype.itemsize == 4 else weight, weight, here, quantised=False)
         size = {"rows": rows, "n": n, "k": k, "bytes": 4 if dot == tl.float32 else 2}
         chosen = tile("linear", size, here)
-        linear_kernel[(triton.cdiv(rows, chosen["BM"]), triton.cdiv(n, chosen["BN"]))](
+        linear_kernel[(blocks(rows, chosen["BM"]), blocks(n, chosen["BN"]))](
             x, weight, y_TN, x.stride(0), weight.stride(0), rows, n, K=k, DOT=dot, **chosen
         )
     return y_TN

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import rows_of, whole_row_tile
+from rocm_serve.ops.triton_common.triton import blocks, rows_of, whole_row_tile
 
 
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, *, eps: float, plus_one: bool) -> torch.Tensor:
@@ -39,7 +39,7 @@ def _launch(
     if not rows:
         return
     tile = whole_row_tile(width)
-    rms_norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+    rms_norm_kernel[(blocks(rows, tile["ROWS"]),)](
         x_TH,
         residual_TH,
         weight_H,

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import part_row_tile, rows_of
+from rocm_serve.ops.triton_common.triton import blocks, part_row_tile, rows_of
 
 
 def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
@@ -16,7 +16,7 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
     y_TI = torch.empty(*gate_up_TI.shape[:-1], width, dtype=x.dtype, device=x.device)
     if y_TI.numel():
         tile = part_row_tile(width)
-        grid = (triton.cdiv(rows, tile["ROWS"]), triton.cdiv(width, tile["BLOCK"]))
+        grid = (blocks(rows, tile["ROWS"]), blocks(width, tile["BLOCK"]))
         silu_mul_kernel[grid](x, y_TI, x.stride(0), rows, WIDTH=width, **tile)
     return y_TI
 
