@@ -9,7 +9,7 @@ import msgspec
 
 from rocm_serve.types import FinishReason, SamplingParams, TokenLogprob
 
-WIRE_VERSION = 7  # raised with every change of a struct below; both ends compare it before anything else
+WIRE_VERSION = 8  # raised with every change of a struct below; both ends compare it before anything else
 
 
 # --- server -> core -------------------------------------------------------------------------------------------------
@@ -117,6 +117,7 @@ class EffectiveLimits(msgspec.Struct, frozen=True, array_like=True):
     num_pages: int
     num_slots: int
     draft_tokens: int = 0  # most drafts of one request in one step; 0: no drafting
+    graph_max_batch: int = 0  # decode batches up to this size are replayed as device graphs; 0: none are
     reasons: dict[str, str] = {}
 
 
@@ -221,9 +222,11 @@ class WorkerLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Caches allocated, edges warmed: plans may come."""
+    """Caches allocated, edges warmed, graphs captured: plans may come."""
 
     rank: int
+    graph_max_batch: int = 0
+    graphs: str = ""  # what was captured in what time and memory, or why nothing was
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -15,12 +15,12 @@ import torch
 
 from rocm_serve.executor.memory import padded
 from rocm_serve.executor.sampler import SampleRow, TokenCounts
+from rocm_serve.executor.upload import Upload
 from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.ops.replay import replay_of
 from rocm_serve.types import SamplingParams
 
-_Array = np.ndarray[tuple[int, ...], np.dtype[np.int64 | np.int32]]
 _FIRST_SIZE = (64, 64)  # slots and pages that the page table begins with; it doubles as it must
 
 
@@ -84,6 +84,11 @@ class RequestTable:
 
     def __getitem__(self, rid: int) -> Request:
         return self._requests[rid]
+
+    def of(self, works: Sequence[Work]) -> list[Request]:
+        """Return each work's request."""
+        requests = self._requests
+        return [requests[work.rid] for work in works]
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -173,11 +178,19 @@ class StepInputs:
     scored: tuple[PromptRows, ...]
 
 
-def build_inputs(table: RequestTable, plan: Plan, cache: StageCache, device: torch.device, multiple: int) -> StepInputs:
+def build_inputs(
+    table: RequestTable,
+    plan: Plan,
+    cache: StageCache,
+    device: torch.device,
+    multiple: int,
+    upload: Upload | None = None,
+) -> StepInputs:
     """Lay the rows of `plan` one after the other and pad them to a multiple of `multiple`.
 
-    Call it once per plan, after `table.apply(plan)`: prompt rows are marked as scored.
+    Call it once per plan, after `table.apply(plan)`: prompt rows are marked as scored. `upload`: the caller's own.
     """
+    upload = upload or Upload(device)
     works = plan.work
     recurrent = sum([work.recurrent for work in works])
     assert all(work.recurrent for work in works[:recurrent]), "recurrent work must come first"
@@ -201,24 +214,17 @@ def build_inputs(table: RequestTable, plan: Plan, cache: StageCache, device: tor
     page_N, offset_N = np.divmod(positions_N, cache.page_size)
     kv_index_N = pages_BP[sequence_N, page_N].astype(np.int64) * cache.page_size + offset_N
 
-    def on_device(values: _Array) -> torch.Tensor:
-        return _on_device(values, device)
-
-    sequences = Sequences(
-        row_starts=starts,
-        contexts=contexts,
-        slots=slots,
-        num_recurrent=recurrent,
-        row_starts_B1=on_device(np.array(starts, dtype=np.int32)),
-        contexts_B=on_device(np.array(contexts, dtype=np.int32)),
-        slots_B=on_device(np.array(slots, dtype=np.int32)),
-        page_table_BP=on_device(pages_BP),
+    rows_on_device = upload(
+        *(tokens_T, positions_T, kv_index_N),
+        *(np.array(values, dtype=np.int32) for values in (starts, contexts, slots)),
+        pages_BP,
     )
+    sequences = Sequences(starts, contexts, slots, recurrent, *rows_on_device[3:])
     replay = None
     if cache.draft_tokens:
         accepted, drafts = [work.accepted for work in works], [len(work.drafts) for work in works]
         replay = replay_of(sequences, accepted, drafts, cache.draft_tokens)
-    batch = ForwardBatch(on_device(tokens_T), on_device(positions_T), on_device(kv_index_N), sequences, cache, replay)
+    batch = ForwardBatch(*rows_on_device[:3], sequences, cache, replay)
     sampled = tuple(
         [
             SampledRows(work.rid, end - 1 - len(work.drafts), work.drafts)
@@ -259,23 +265,13 @@ def decode_batch(
     page_N, offset_N = np.divmod(positions_T[:count], cache.page_size)
     kv_index_N = pages_BP[np.arange(count), page_N].astype(np.int64) * cache.page_size + offset_N
     slots = tuple([work.slot for work in works])
-    sequences = Sequences(
-        row_starts=tuple(range(count + 1)),
-        contexts=tuple(positions),
-        slots=slots,
-        num_recurrent=count,
-        row_starts_B1=_on_device(np.arange(count + 1, dtype=np.int32), device),
-        contexts_B=_on_device(np.array(positions, dtype=np.int32), device),
-        slots_B=_on_device(np.array(slots, dtype=np.int32), device),
-        page_table_BP=_on_device(pages_BP, device),
+    rows = Upload(device)(
+        *(tokens_T, positions_T, kv_index_N, np.arange(count + 1, dtype=np.int32)),
+        *(np.array(values, dtype=np.int32) for values in (positions, slots)),
+        pages_BP,
     )
-    rows = (_on_device(values, device) for values in (tokens_T, positions_T, kv_index_N))
-    return ForwardBatch(*rows, sequences, cache)
-
-
-def _on_device(values: _Array, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.to(device)
+    sequences = Sequences(tuple(range(count + 1)), tuple(positions), slots, count, *rows[3:])
+    return ForwardBatch(*rows[:3], sequences, cache)
 
 
 def _score(request: Request, work: Work, first_row: int) -> PromptRows | None:

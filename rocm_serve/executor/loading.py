@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +15,20 @@ from rocm_serve.checkpoint.ledger import stage_catalogue
 from rocm_serve.checkpoint.load import Progress, dummy_fill, load_stage
 from rocm_serve.checkpoint.reader import CheckpointReader, read_config
 from rocm_serve.config.experts import expert_plan
+from rocm_serve.config.graphs import AUTO_MOST, batch_sizes
 from rocm_serve.config.load import environment
 from rocm_serve.config.schema import Resolved
-from rocm_serve.executor import memory
+from rocm_serve.executor import graphs, memory
 from rocm_serve.executor.binding import Wishes, check_same, op_facts, settle
+from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.experts import StageExperts, build_exchanges
 from rocm_serve.executor.inputs import RequestTable
 from rocm_serve.executor.probe_node import NodeProber, cache_folder, machine_key
 from rocm_serve.executor.runner import StageModel, StageRunner
 from rocm_serve.executor.sampler import Sampler
 from rocm_serve.executor.speculative import DraftHead
+from rocm_serve.executor.upload import Upload
+from rocm_serve.messages import WorkerReady
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, parse_config, stage_params
 from rocm_serve.models.registry import build_model
 from rocm_serve.ops.batch import StageCache
@@ -59,6 +64,7 @@ class LoadedStage:
     held_bytes: int  # of the model's tensors, as they came out of `prepare`
     cache_bytes: int  # what is left for pages and slots
     experts: StageExperts
+    graph_bytes: int = 0  # planned, for graphs of decode steps
 
     @property
     def page_bytes(self) -> int:
@@ -67,6 +73,15 @@ class LoadedStage:
     @property
     def slot_bytes(self) -> int:
         return memory.slot_bytes(self.facts, self.coord, self.resolved)
+
+    @property
+    def graph_refusal(self) -> str | None:
+        """Say why no step can be captured, whatever was asked for."""
+        if self.device.type == "cpu":
+            return "a CPU has no device graphs"
+        if self.resolved.draft_tokens:
+            return "steps with drafts are not captured"
+        return graphs.refusal(self.ops.report, self.comm, self.experts.wiring.exchanges.values())
 
     def runner(self, *, num_pages: int, num_slots: int) -> StageRunner:
         """Allocate the caches and put the parts together."""
@@ -82,11 +97,63 @@ class LoadedStage:
         allocated = self._allocated_bytes(cache)
         log.info("%s", memory.planned_and_allocated(self.coord.rank, self.weight_bytes, planned, allocated))
         table, multiple = RequestTable(self.resolved.page_size), memory.row_multiple(self.resolved)
-        sampler = self._sampler() if self.coord.last_stage else None
-        drafter = None
+        upload = Upload(self.device)
+        sampler = self._sampler(upload) if self.coord.last_stage else None
+        drafter = decode = None
+        if self.graph_refusal is None:
+            recorder = graphs.DeviceGraphs(self.resolved.max_model_len)
+            decode = self.decode_steps(cache, table, sampler, num_slots, recorder)
         if sampler is not None and self.model.mtp is not None:
             drafter = DraftHead(self.model.mtp, sampler, table, cache, self.device, multiple)
-        return StageRunner(self.model, self.coord, cache, table, sampler, self.device, multiple, drafter)
+        parts = (self.model, self.coord, cache, table, sampler, self.device, multiple)
+        return StageRunner(*parts, drafter, decode, upload)
+
+    def decode_steps(
+        self, cache: StageCache, table: RequestTable, sampler: Sampler | None, num_slots: int, recorder: graphs.Recorder
+    ) -> DecodeSteps:
+        """Make the steps of fixed sizes. Sizes are the same with graphs and without, so that tokens are."""
+        resolved = self.resolved
+        sizes = batch_sizes(min(resolved.graph_max_batch or AUTO_MOST, num_slots))
+        return DecodeSteps(
+            self.model,
+            cache,
+            table,
+            sampler,
+            sizes=sizes,
+            captured=sizes if resolved.graph_max_batch else (),
+            recorder=recorder,
+            max_pages=-(-resolved.max_model_len // resolved.page_size),
+            hidden_size=None if self.coord.first_stage else self.facts.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+            row_multiple=memory.row_multiple(resolved),
+        )
+
+    def capture(self, runner: StageRunner, moved: Callable[[], None]) -> WorkerReady:
+        """Capture the decode steps of `runner` and say what it took, or why there are none. `moved`: of progress.
+
+        Errors: UserError where the device refuses.
+        """
+        rank, asked = self.coord.rank, self.resolved.graph_max_batch
+        if runner.decode is None or not asked:
+            wished = self.resolved.reasons.get("graph_max_batch", "--graph-max-batch 0")
+            why = self.graph_refusal or ("this program runs steps one by one" if asked else wished)
+            return WorkerReady(rank, 0, why)
+        started, before = time.monotonic(), self._free_bytes()
+
+        def progress(size: int) -> None:
+            moved()
+            log.info("rank %d: decode steps of %d requests captured, %.1f s", rank, size, time.monotonic() - started)
+
+        most = runner.decode.capture(progress)
+        taken, planned = memory.human(before - self._free_bytes()), memory.human(self.graph_bytes)
+        said = f"captured in {time.monotonic() - started:.1f} s, {taken} (planned {planned})"
+        log.info("rank %d: device graphs of decode steps up to %d requests: %s", rank, most, said)
+        return WorkerReady(rank, most, said)
+
+    def _free_bytes(self) -> int:
+        free, _ = (0, 0) if self.device.type == "cpu" else free_device_bytes(self.device.index)
+        return free
 
     def _allocated_bytes(self, cache: StageCache) -> int:
         """Ask torch what it has taken of the GPU; on a CPU, count the tensors."""
@@ -94,7 +161,7 @@ class LoadedStage:
             return torch.cuda.memory_allocated(self.device)
         return self.held_bytes + cache_bytes(cache)
 
-    def _sampler(self) -> Sampler:
+    def _sampler(self, upload: Upload) -> Sampler:
         rows, ranks = self.facts.vocab_size, self.comm.size
         assert rows % ranks == 0, "the parameter table refuses vocabularies that do not split evenly"
         return Sampler(
@@ -105,6 +172,7 @@ class LoadedStage:
             device=self.device,
             draw_token=self.ops.draw_token,
             log_sum_exp=self.ops.log_sum_exp,
+            upload=upload,
         )
 
 
@@ -144,8 +212,7 @@ def load_stage_model(
     memory.check_preparation(
         coord.rank, allowed, weights, memory.preparation_bytes(params, coord, resolved, ops.preparing)
     )
-    dialect = dialect_of(device)
-    fp8 = FP8_DTYPES[dialect]
+    fp8 = FP8_DTYPES[dialect := dialect_of(device)]
     if fp8 is not FN and any(param.dtype == "fp8" for param in params.values()):
         log.info("rank %d: FP8 weights are turned from e4m3fn into e4m3%s as they are read", coord.rank, dialect)
     model = build_model(
@@ -167,7 +234,8 @@ def load_stage_model(
         *(coord.rank, memory.human(weights), memory.human(step), memory.human(caches)),
     )
     held = sum(tensor.nbytes for tensor in model.state_dict().values())
-    return LoadedStage(resolved, coord, facts, model, ops, comm, device, dtype, weights, held, caches, experts)
+    parts = (resolved, coord, facts, model, ops, comm, device, dtype, weights, held, caches, experts)
+    return LoadedStage(*parts, memory.graph_bytes(params, facts, coord, resolved))
 
 
 def device_of(resolved: Resolved, coord: Coord) -> torch.device:

@@ -11,7 +11,7 @@ from rocm_serve.executor.api import ExecutorFailed
 from rocm_serve.executor.expert_counts import ExpertCounter, counter_of
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.loading import load_stage_model
-from rocm_serve.executor.memory import effective_limits
+from rocm_serve.executor.memory import effective_limits, with_graphs
 from rocm_serve.executor.runner import StageRunner, phase_of, warm_up_plans, watch_layers
 from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, Plan, StepResult, WorkerLoaded
 from rocm_serve.parallel.comm import SoloComm
@@ -50,6 +50,7 @@ class LocalExecutor:
         for plan in warm_up_plans(resolved.page_size, resolved.max_model_len, resolved.draft_tokens):
             self._heartbeat.enter(Phase.WARMING_UP)
             self._run(plan, "warming up")
+        limits = with_graphs(limits, [stage.capture(self._runner, self._heartbeat.tick)])
         if self._counter is not None:
             self._counter.reset()
         self._heartbeat.enter(Phase.IDLE)

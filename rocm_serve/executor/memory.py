@@ -17,7 +17,7 @@ from rocm_serve.config.resolve import check_total_tokens
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
 from rocm_serve.executor import experts_memory
-from rocm_serve.messages import EffectiveLimits, WorkerLoaded
+from rocm_serve.messages import EffectiveLimits, WorkerLoaded, WorkerReady
 from rocm_serve.models.qwen3_5.spec import ModelFacts, stage_layers
 from rocm_serve.ops.comm import AITER_MAX_BYTES, AITER_STAGING_BUFFERS
 from rocm_serve.parallel.layout import Param, bytes_at, shape_at
@@ -263,6 +263,13 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
             "draft_tokens": _why(resolved, "draft_tokens") if resolved.draft_tokens else "--speculative off",
         },
     )
+
+
+def with_graphs(limits: EffectiveLimits, ready: Sequence[WorkerReady]) -> EffectiveLimits:
+    """Add what the ranks have captured: the least of all, with the words of the rank that has it."""
+    least = min(ready, key=lambda one: one.graph_max_batch)
+    reasons = limits.reasons | {"graph_max_batch": least.graphs}
+    return msgspec.structs.replace(limits, graph_max_batch=least.graph_max_batch, reasons=reasons)
 
 
 def _least(limits: Iterable[tuple[int, str]]) -> tuple[int, str]:

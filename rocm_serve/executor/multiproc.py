@@ -15,7 +15,7 @@ from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.api import ExecutorFailed
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.link import CoreLink, channels
-from rocm_serve.executor.memory import effective_limits
+from rocm_serve.executor.memory import effective_limits, with_graphs
 from rocm_serve.messages import (
     WIRE_VERSION,
     AllocateCache,
@@ -66,9 +66,9 @@ class MultiprocExecutor:
         limits = effective_limits(self._resolved, loaded)
         self._phase = "warming up"
         self._link.publish(AllocateCache(num_pages=limits.num_pages, num_slots=limits.num_slots))
-        self._from_all(WorkerReady)
+        ready = self._from_all(WorkerReady)
         self._phase = "serving"
-        return limits
+        return with_graphs(limits, ready)
 
     def submit(self, plan: Plan) -> None:
         """Send one plan to every worker."""

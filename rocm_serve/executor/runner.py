@@ -7,15 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from rocm_serve.cache.allocate import clear_slots
+from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.inputs import RequestTable, SampledRows, StepInputs, build_inputs
 from rocm_serve.executor.memory import padded
 from rocm_serve.executor.sampler import SampledToken, Sampler
 from rocm_serve.executor.speculative import DraftHead, DraftModel, accepted_of
+from rocm_serve.executor.upload import Upload
 from rocm_serve.messages import NewRequest, Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, StageCache
 from rocm_serve.parallel.mesh import Coord
@@ -54,6 +57,8 @@ class StageRunner:
     device: torch.device
     row_multiple: int
     drafter: DraftHead | None = None  # on the last stage, where the server drafts
+    decode: DecodeSteps | None = None  # takes the steps that nothing but decode, at batch sizes of its own
+    upload: Upload | None = None  # None: one for each use
 
     def rows(self, plan: Plan) -> int:
         """Rows of the residual stream of this plan, padding included: what crosses each edge."""
@@ -69,7 +74,9 @@ class StageRunner:
         if not plan.work:
             return StepResult(plan.seq, ()) if self.coord.last_stage else self._no_rows()
         assert (hidden_TH is None) == self.coord.first_stage
-        inputs = build_inputs(self.table, plan, self.cache, self.device, self.row_multiple)
+        if self.decode is not None and self.decode.takes(plan):
+            return self.decode.step(plan, hidden_TH)
+        inputs = build_inputs(self.table, plan, self.cache, self.device, self.row_multiple, self.upload)
         out_TH = self.model.forward(inputs.batch, hidden_TH)
         if not self.coord.last_stage:
             return out_TH
@@ -106,7 +113,7 @@ class StageRunner:
         if inputs.sampled[-1].rows.stop == len(rows):  # the first rows of the batch, as in every pure decode step
             logits_RV = self.model.logits(hidden_TH[: padded(len(rows), self.row_multiple)])
         else:
-            logits_RV = self._logits(hidden_TH[[row for one in inputs.sampled for row in one.rows]])
+            logits_RV = self._logits(self._picked(hidden_TH, [row for one in inputs.sampled for row in one.rows]))
         drawn = iter(self.sampler.sample(logits_RV[: len(rows)], rows))
         return {one.rid: [next(drawn) for _ in one.rows] for one in inputs.sampled}
 
@@ -117,8 +124,15 @@ class StageRunner:
         picked = [i for rows in inputs.scored for i in range(rows.first_row, rows.first_row + len(rows.targets))]
         targets = [target for rows in inputs.scored for target in rows.targets]
         alternatives = [rows.alternatives for rows in inputs.scored for _ in rows.targets]
-        scores = iter(self.sampler.prompt_logprobs(self._logits, hidden_TH[picked], targets, alternatives))
+        scores = iter(
+            self.sampler.prompt_logprobs(self._logits, self._picked(hidden_TH, picked), targets, alternatives)
+        )
         return {rows.rid: tuple(next(scores) for _ in rows.targets) for rows in inputs.scored}
+
+    def _picked(self, hidden_TH: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Return some rows. Torch would wait for the device, were it given a list."""
+        (rows_R,) = (self.upload or Upload(self.device))(np.array(rows, dtype=np.int64))
+        return hidden_TH[rows_R]
 
     def _logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         missing = -hidden_RH.shape[0] % self.row_multiple

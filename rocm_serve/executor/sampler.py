@@ -24,9 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
 
+from rocm_serve.executor.upload import Array, Upload
 from rocm_serve.ops.contract import OpFunction
 from rocm_serve.ops.rows import ROW_MULTIPLE, pad_rows
 from rocm_serve.ops.sampling import reference, rng
@@ -71,7 +73,8 @@ class SampleRow:
     this request generated before it; both may be advanced by the owner. `prompt_ids` and `output_ids` are read by
     penalties only. `counts` may be kept by the caller, one object per request, so that penalties cost what the new
     tokens cost. What follows from `params` is found once: `filtered` (top_k, top_p, min_p), `narrow` (of those, by
-    candidates), `edited` (bias, masks, penalties).
+    candidates), `edited` (bias, masks, penalties), `plain` (none of these, and no log-probs), `stream` (of its random
+    numbers; 0 where nothing is drawn).
     """
 
     params: SamplingParams
@@ -83,6 +86,8 @@ class SampleRow:
     filtered: bool = field(init=False)
     narrow: bool = field(init=False)
     edited: bool = field(init=False)
+    plain: bool = field(init=False)
+    stream: int = field(init=False)
 
     def __post_init__(self) -> None:
         p = self.params
@@ -90,6 +95,8 @@ class SampleRow:
         self.narrow = self.filtered and 0 < p.top_k <= NARROW_LIMIT
         penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
         self.edited = bool(p.logit_bias) or p.min_tokens > 0 or penalties
+        self.plain = not self.edited and not self.filtered and p.logprobs is None
+        self.stream = 0 if p.greedy else rng.choice_stream(p.seed, p.choice)
 
 
 class SampledToken(NamedTuple):
@@ -111,7 +118,7 @@ class Sampler:
 
     `vocab_start` and `vocab_local` place this shard among the rows of lm_head; ids from `vocab_used` on are padding
     that no tokenizer knows: normalised over, never sampled, never an alternative. `draw_token` and `log_sum_exp` are
-    the ops of those names.
+    the ops of those names. `upload`: shared with the owner, else one of its own.
     """
 
     def __init__(
@@ -124,6 +131,7 @@ class Sampler:
         device: torch.device | str = "cpu",
         draw_token: OpFunction = reference.draw_token,
         log_sum_exp: OpFunction = reference.log_sum_exp,
+        upload: Upload | None = None,
     ) -> None:
         assert vocab_start == comm.rank * vocab_local, "vocabulary shards are equal and in rank order"
         assert 0 < vocab_used <= vocab_local * comm.size
@@ -134,6 +142,25 @@ class Sampler:
         self._device = torch.device(device)
         self._draw_token = draw_token
         self._log_sum_exp = log_sum_exp
+        self._upload = upload or Upload(self._device)
+
+    def draw(self, logits_RV: torch.Tensor, keys_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
+        """Draw a token for each row whose draw is plain, and say what `tokens_of` reads: float64 [R, 3] on the device.
+
+        Shapes: logits float32 of this rank's shard; keys and temperature as of the op draw_token. Asks the device for
+        nothing: it can be part of a captured graph, where the op and the collective can.
+        """
+        return self._best(self._drawn(logits_RV, keys_R, temperature_R))
+
+    def tokens_of(self, found_R3: torch.Tensor, positions: Sequence[int]) -> list[int]:
+        """Wait for what `draw` has said and return the tokens, which get these positions in their sequences.
+
+        Errors: SamplingFailed when a logit is NaN or infinite, or when masks leave no id.
+        """
+        found_R3 = found_R3.cpu()  # the one wait of a plain step
+        _refuse(positions, found_R3[:, 0] > 0, found_R3[:, 1])
+        tokens: list[int] = found_R3[:, 2].long().tolist()
+        return tokens
 
     def sample(self, logits_RV: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Draw one token for each of `rows`; the same list on every rank.
@@ -153,10 +180,7 @@ class Sampler:
                 self._shard_pass(raw_RV[block], rows[block], width, found)
         else:
             found.packets.append(self._packet(raw_RV, rows))
-        finite_SR, score_SR, id_SR = self._comm.all_gather(torch.cat(found.packets)).unbind(-1)
-        score_R, token_R = reference.best_of_all(score_SR, id_SR)
-        _refuse(rows, finite_SR.amin(0) > 0, score_R)
-        tokens: list[int] = token_R.long().tolist()
+        tokens = self.tokens_of(self._best(torch.cat(found.packets)), [row.position for row in rows])
         self._draw_filtered(found, rows, tokens)
         return self._with_logprobs(raw_RV, rows, tokens)
 
@@ -208,15 +232,21 @@ class Sampler:
 
     def _packet(self, x_RV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         """Say of each row: logits finite?, best score, its id. Rows that are filtered are drawn later: greedy here."""
-        drawn = [not (row.filtered or row.params.greedy) for row in rows]
-        keys_R = temperature_R = None
-        if any(drawn):
-            keys = [self._key(row) if wanted else 0 for row, wanted in zip(rows, drawn, strict=True)]
-            temperatures = [row.params.temperature if wanted else 0.0 for row, wanted in zip(rows, drawn, strict=True)]
-            keys_R = torch.tensor(keys, device=self._device)
-            temperature_R = torch.tensor(temperatures, dtype=torch.float32, device=self._device)
+        temperatures = [0.0 if row.filtered else row.params.temperature for row in rows]
+        if not any(temperatures):
+            return self._drawn(x_RV, None, None)
+        return self._drawn(x_RV, *self._upload(_keys(rows), np.array(temperatures, dtype=np.float32)))
+
+    def _drawn(
+        self, x_RV: torch.Tensor, keys_R: torch.Tensor | None, temperature_R: torch.Tensor | None
+    ) -> torch.Tensor:
         finite_R, score_R, id_R = self._draw_token(x_RV, keys_R, temperature_R, first_id=self._start, used=self._used)
         return torch.stack((finite_R.double(), score_R.double(), (id_R + self._start).double()), -1)
+
+    def _best(self, packet_R3: torch.Tensor) -> torch.Tensor:
+        """Reduce packets over the shards: the same [R, 3] on every rank."""
+        finite_SR, score_SR, id_SR = self._comm.all_gather(packet_R3).unbind(-1)
+        return torch.stack((finite_SR.amin(0), *reference.best_of_all(score_SR, id_SR)), -1)
 
     def _edit(self, x_V: torch.Tensor, row: SampleRow) -> None:
         """Apply bias, mask and penalties of one row in place, to the ids of this shard."""
@@ -247,15 +277,6 @@ class Sampler:
     def _local(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._device) - self._start
 
-    def _key(self, row: SampleRow) -> int:
-        return rng.as_signed(rng.row_key(row.params.seed, row.params.choice, row.position))
-
-    def _noise(self, rows: Sequence[SampleRow], offsets_RW: torch.Tensor) -> torch.Tensor:
-        """Return temperature x Gumbel noise, rows x ids."""
-        keys = [[self._key(row)] for row in rows]
-        temperature_R1 = torch.tensor([[r.params.temperature] for r in rows], device=self._device)
-        return rng.gumbel(torch.tensor(keys, device=self._device), offsets_RW).mul_(temperature_R1)
-
     def _draw_filtered(self, found: _Pass, rows: Sequence[SampleRow], tokens: list[int]) -> None:
         """Replace the tokens of filtered rows; every rank sees all candidates of them."""
         if found.narrow:
@@ -279,14 +300,16 @@ class Sampler:
         tokens: list[int],
     ) -> None:
         chosen = [rows[i] for i in indices]
-        kept_R = reference.kept_prefix(
-            values_RW,
-            torch.tensor([r.params.temperature for r in chosen], dtype=torch.float64, device=self._device),
-            torch.tensor([r.params.top_k for r in chosen], device=self._device),
-            torch.tensor([r.params.top_p for r in chosen], dtype=torch.float64, device=self._device),
-            torch.tensor([r.params.min_p for r in chosen], dtype=torch.float64, device=self._device),
+        temperature_R, top_k_R, top_p_R, min_p_R, keys_R = self._upload(
+            np.array([row.params.temperature for row in chosen], dtype=np.float64),
+            np.array([row.params.top_k for row in chosen], dtype=np.int64),
+            np.array([row.params.top_p for row in chosen], dtype=np.float64),
+            np.array([row.params.min_p for row in chosen], dtype=np.float64),
+            _keys(chosen),
         )
-        scores_RW = values_RW + self._noise(chosen, (ids_RW + 1) * rng.as_signed(rng.GAMMA))
+        kept_R = reference.kept_prefix(values_RW, temperature_R, top_k_R, top_p_R, min_p_R)
+        noise_RW = rng.gumbel(keys_R.unsqueeze(-1), (ids_RW + 1) * rng.as_signed(rng.GAMMA))
+        scores_RW = values_RW + noise_RW.mul_(temperature_R.float().unsqueeze(-1))
         dropped_RW = torch.arange(values_RW.shape[-1], device=self._device) >= kept_R.unsqueeze(-1)
         scores_RW.masked_fill_(dropped_RW, reference.NOTHING)
         tied_RW = scores_RW == scores_RW.amax(-1, keepdim=True)
@@ -355,17 +378,21 @@ class Sampler:
         return torch.cat([part.double() for part in parts], -1)
 
 
-def _refuse(rows: Sequence[SampleRow], finite_R: torch.Tensor, score_R: torch.Tensor) -> None:
+def _keys(rows: Sequence[SampleRow]) -> Array:
+    """Return the keys of the rows' random numbers, int64; those of rows that draw nothing mean nothing."""
+    streams = np.array([row.stream for row in rows], dtype=np.uint64)
+    return rng.row_keys(streams, np.array([row.position for row in rows], dtype=np.uint64))
+
+
+def _refuse(positions: Sequence[int], finite_R: torch.Tensor, score_R: torch.Tensor) -> None:
     """Raise SamplingFailed, on every rank alike, when some row has no token to give."""
     if bool((finite_R & (score_R != reference.NOTHING)).all()):
         return
     finite = finite_R.tolist()
-    bad = [f"row {i} (token {rows[i].position} of its sequence)" for i, fine in enumerate(finite) if not fine]
+    bad = [f"row {i} (token {positions[i]} of its sequence)" for i, fine in enumerate(finite) if not fine]
     if bad:
         raise SamplingFailed(f"logits are not finite (NaN or infinity): {', '.join(bad)}")
     scores = score_R.tolist()
-    empty = [
-        f"row {i} (token {rows[i].position} of its sequence)" for i, s in enumerate(scores) if s == reference.NOTHING
-    ]
+    empty = [f"row {i} (token {positions[i]} of its sequence)" for i, s in enumerate(scores) if s == reference.NOTHING]
     if empty:
         raise SamplingFailed(f"every token is masked: {', '.join(empty)}")

@@ -75,14 +75,17 @@ class StageLoop:
     counter: ExpertCounter | None = None
     step: int = -1  # plan that runs now, for the failure report
 
-    def warm_up(self, plans: list[Plan]) -> None:
-        """Run `plans` through runner and edges and tell nobody."""
+    def warm_up(self, plans: list[Plan], capture: Callable[[], WorkerReady]) -> WorkerReady:
+        """Run `plans` through runner and edges and tell nobody; then capture what can be, and return the news."""
         for plan in plans:
             arrival = self._post(plan)
             self.heartbeat.enter(Phase.WARMING_UP if arrival is None else Phase.WAITING_FOR_ROWS)
             self._run(plan, arrival)
+        self.heartbeat.enter(Phase.WARMING_UP)
+        ready = capture()
         if self.counter is not None:
             self.counter.reset()
+        return ready
 
     def serve(self) -> None:
         """Run plans until Shutdown. Returns with nothing on its way; raises ToldToFail when something has failed.
@@ -174,8 +177,8 @@ class Worker:
         edges = self._edges(groups, stage)
         self._loop = StageLoop(runner, *edges, self.link, heartbeat=self.heartbeat, counter=counter)
         self._enter(Phase.WARMING_UP)
-        self._loop.warm_up(list(warm_up_plans(resolved.page_size, resolved.max_model_len, resolved.draft_tokens)))
-        self.link.send(WorkerReady(coord.rank))
+        plans = list(warm_up_plans(resolved.page_size, resolved.max_model_len, resolved.draft_tokens))
+        self.link.send(self._loop.warm_up(plans, lambda: stage.capture(runner, self.heartbeat.tick)))
         self._enter(Phase.IDLE)
         with tracing(resolved.trace, f"rank-{coord.rank}") as self._loop.trace:
             self._loop.serve()

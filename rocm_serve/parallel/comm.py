@@ -19,6 +19,8 @@ class Comm(Protocol):
 
     rank: int
     size: int
+    graph_refusal: str | None
+    """Why calls cannot be part of a captured device graph; None: they can."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, the same bits on every rank; a row's bits do not depend on other rows (rank order).
@@ -53,6 +55,7 @@ class SoloComm:
 
     rank = 0
     size = 1
+    graph_refusal: str | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -80,6 +83,8 @@ class GlooComm:
     bits would depend on where it lies in the batch. Gathering and adding in rank order costs bandwidth only.
     """
 
+    graph_refusal: str | None = "gloo's collectives run on the host"
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
@@ -100,6 +105,8 @@ class GlooComm:
 
 class NcclComm:
     """Ranks as GPUs over RCCL or NCCL. Reduces in place, in the library's order of summation."""
+
+    graph_refusal: str | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -132,6 +139,8 @@ def _all_to_all(
 
 class ThreadComm:
     """One of several simulated ranks, each a thread of this process. Same arithmetic as GlooComm."""
+
+    graph_refusal: str | None = "simulated ranks meet on the host"
 
     def __init__(self, rank: int, shared: Meeting) -> None:
         self.rank = rank
@@ -225,6 +234,7 @@ class CountingComm:
         self._inner = inner
         self.rank = inner.rank
         self.size = inner.size
+        self.graph_refusal = inner.graph_refusal
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import zmq
 
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.api import ExecutorFailed
 from rocm_serve.executor.expert_counts import counter_of
-from rocm_serve.executor.loading import load_stage_model
+from rocm_serve.executor.loading import LoadedStage, load_stage_model
 from rocm_serve.executor.memory import effective_limits
 from rocm_serve.executor.runner import StageRunner, warm_up_plans
 from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, Plan, StepResult, WorkerLoaded
@@ -20,10 +21,16 @@ from rocm_serve.parallel.mesh import Mesh
 
 
 class SimulatedExecutor:
-    """Executor over simulated ranks. `comms[rank]` counts the collectives of every rank."""
+    """Executor over simulated ranks. `comms[rank]` counts the collectives of every rank.
 
-    def __init__(self, resolved: Resolved) -> None:
+    `changed`: makes another runner of a stage's own, before anything has run.
+    """
+
+    def __init__(
+        self, resolved: Resolved, changed: Callable[[LoadedStage, StageRunner], StageRunner] = lambda stage, own: own
+    ) -> None:
         self.resolved = resolved
+        self._changed = changed
         self.mesh = Mesh(resolved.tp, resolved.pp, resolved.ep)
         self.depth = resolved.pp
         self.comms: dict[int, CountingComm] = {}
@@ -88,6 +95,7 @@ class SimulatedExecutor:
         self._all_loaded.wait()
         assert self._limits is not None
         runners = [part.runner(num_pages=self._limits.num_pages, num_slots=self._limits.num_slots) for part in stages]
+        runners = [self._changed(part, runner) for part, runner in zip(stages, runners, strict=True)]
         counters = [counter_of(self.resolved, part.coord, part.facts, part.model) for part in stages]
         for plan in warm_up_plans(self.resolved.page_size, self.resolved.max_model_len, self.resolved.draft_tokens):
             self._step(runners, plan)

@@ -28,7 +28,7 @@ def draw_token(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Say of each row of this shard whether its logits are finite, its best score, and which id has that.
 
-    Shapes: logits float32 [R, V], keys int64 [R] (`rng.row_key`), temperature float32 [R] (0: greedy) -> bool [R],
+    Shapes: logits float32 [R, V], keys int64 [R] (`rng.row_keys`), temperature float32 [R] (0: greedy) -> bool [R],
     float32 [R], int64 [R]. Without keys every row is greedy. Ids count from 0 here; column 0 is token `first_id`.
     Columns from `used` on are padding: they must be finite too, and are never chosen. Of equal scores the lowest id.
     A row with a NaN or +infinity has some legal id and any score; all columns at -infinity: id 0, and that score.

@@ -12,9 +12,14 @@ Letters: R rows, W ids per row.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 
 from rocm_serve.ops.rows import steady_
+
+Uint64 = np.ndarray[Any, np.dtype[np.uint64]]
 
 MASK64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -40,15 +45,31 @@ def stream_output(start: int, index: int) -> int:
     return mix64(start + (index + 1) * GAMMA)
 
 
-def row_key(seed: int, choice: int, position: int) -> int:
-    """Return the start state of the stream whose outputs are indexed by token id.
+def choice_stream(seed: int, choice: int) -> int:
+    """Return the start state of the stream whose outputs are indexed by position.
 
-    `position` is the index of the new token in its sequence (prompt tokens count).
     Errors: ValueError when the seed is not an unsigned 64-bit integer.
     """
     if not 0 <= seed <= MASK64:
         raise ValueError(f"seed {seed} is not in 0..2**64-1")
-    return stream_output(stream_output(mix64(seed), choice), position)
+    return stream_output(mix64(seed), choice)
+
+
+def row_key(seed: int, choice: int, position: int) -> int:
+    """Return the start state of the stream whose outputs are indexed by token id.
+
+    `position` is the index of the new token in its sequence (prompt tokens count).
+    Errors: as of `choice_stream`.
+    """
+    return stream_output(choice_stream(seed, choice), position)
+
+
+def row_keys(streams_R: Uint64, positions_R: Uint64) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return `row_key` of many rows at once, as signed integers. `streams_R`: of `choice_stream`."""
+    z_R = streams_R + (positions_R + np.uint64(1)) * np.uint64(GAMMA)
+    for shift, factor in ((30, MIX_1), (27, MIX_2), (31, 1)):
+        z_R = (z_R ^ (z_R >> np.uint64(shift))) * np.uint64(factor)
+    return z_R.view(np.int64)
 
 
 def id_offsets(first_id: int, count: int, device: torch.device) -> torch.Tensor:
@@ -59,7 +80,7 @@ def id_offsets(first_id: int, count: int, device: torch.device) -> torch.Tensor:
 def random_bits(keys_R1: torch.Tensor, offsets_W: torch.Tensor) -> torch.Tensor:
     """Return 64 random bits for every row and id, as int64.
 
-    Shapes: keys_R1 (int64, from `row_key` through `as_signed`), offsets_W or offsets_RW (from `id_offsets`) -> RW.
+    Shapes: keys_R1 (int64, from `row_keys`), offsets_W or offsets_RW (from `id_offsets`) -> RW.
     """
     z_RW = keys_R1 + offsets_W
     for shift, factor in ((30, MIX_1), (27, MIX_2), (31, None)):

@@ -17,6 +17,7 @@ class AllGatherExchange(Shares):
     """
 
     name = "all_gather"
+    graph_refusal: str | None = None
 
     def __init__(self, spec: ExchangeSpec, comm: Comm, row_multiple: int) -> None:
         super().__init__(comm, row_multiple)

@@ -85,6 +85,8 @@ class ExpertExchange(Protocol):
     """What `combine` returns is the sum over all experts: nothing is left to reduce."""
     scattered: bool
     """`dispatch` takes this rank's rows only (see `scatter`); the shared expert is whole on every rank."""
+    graph_refusal: str | None
+    """Why a step that uses it cannot be captured as a device graph, its collectives apart; None: it can."""
 
     def scatter(self, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Return this rank's rows of x, and how many of them are no padding. Only where `scattered`.

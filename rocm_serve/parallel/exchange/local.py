@@ -15,6 +15,7 @@ class LocalExchange:
     name = "local"
     complete = False
     scattered = False
+    graph_refusal: str | None = None
 
     def __init__(self, spec: ExchangeSpec, comm: Comm) -> None:
         self.spec = spec

@@ -179,6 +179,7 @@ class MoriExchange(Shares):
     """One batch at a time: an op keeps the rows that came in memory of its own until they are combined."""
 
     name = "mori"
+    graph_refusal: str | None = "no graph with MORI's kernels was ever replayed by us"
 
     def __init__(self, spec: ExchangeSpec, comm: Comm, row_multiple: int, world: MoriWorld) -> None:
         super().__init__(comm, row_multiple)

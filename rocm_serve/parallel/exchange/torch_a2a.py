@@ -29,6 +29,7 @@ class TorchExchange(Shares):
     """Two calls out (how many rows, then the rows with their ids, weights and scales as bytes), one back."""
 
     name = "torch"
+    graph_refusal: str | None = "the exchange torch has the host count the rows that each rank sends"
 
     def __init__(self, spec: ExchangeSpec, comm: Comm, row_multiple: int) -> None:
         super().__init__(comm, row_multiple)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -154,3 +155,10 @@ def test_flipping_one_seed_bit_changes_half_of_the_bits() -> None:
     changed = [(base ^ rng.row_key(0x0123456789ABCDEF ^ (1 << bit), 0, 9)).bit_count() for bit in range(64)]
     assert min(changed) > 12 and max(changed) < 52
     assert abs(sum(changed) / 64 - 32) < 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 200), st.integers(0, 2**31)), max_size=9))
+def test_keys_of_many_rows_are_those_of_each(rows: list[tuple[int, int, int]]) -> None:
+    streams = np.array([rng.choice_stream(seed, choice) for seed, choice, _ in rows], dtype=np.uint64)
+    positions = np.array([position for _, _, position in rows], dtype=np.uint64)
+    assert rng.row_keys(streams, positions).tolist() == [rng.as_signed(rng.row_key(*row)) for row in rows]

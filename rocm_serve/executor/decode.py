@@ -1,0 +1,237 @@
+"""Steps in which every request decodes one token: a few batch sizes, static inputs, captured where that is possible.
+
+A batch is padded to the next size by sequences on the dummy slot. Its inputs lie in memory that never moves, and come
+there in one transfer; captured or not, the same code runs on the same shapes, so tokens are the same either way.
+
+Letters: B sequences of a size, T rows (B padded to the row multiple), P pages of the longest request, H width,
+V ids of this rank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rocm_serve.errors import UserError
+from rocm_serve.executor.graphs import Recorder
+from rocm_serve.executor.inputs import Request, RequestTable
+from rocm_serve.executor.memory import padded
+from rocm_serve.executor.sampler import Sampler
+from rocm_serve.executor.upload import Array, Upload, offsets
+from rocm_serve.messages import Plan, Sampled, StepResult, Work
+from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
+from rocm_serve.ops.sampling import rng
+
+
+class DecodedModel(Protocol):
+    """The part of a stage's model that decodes."""
+
+    def forward(self, batch: ForwardBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor: ...
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a step leaves: rows for the next stage, or on the last stage logits [T, V] and what `Sampler.draw` says."""
+
+    hidden_TH: torch.Tensor
+    logits_TV: torch.Tensor | None = None
+    drawn_B3: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Size:
+    """One batch size: views of the static inputs, and its captured step once there is one."""
+
+    size: int
+    rows: int
+    table_start: int  # where the page table lies among the bytes that arrive
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    kv_index_B: torch.Tensor
+    keys_B: torch.Tensor
+    row_starts_B1: torch.Tensor
+    contexts_B: torch.Tensor
+    slots_B: torch.Tensor
+    temperature_B: torch.Tensor
+    live_1: torch.Tensor
+    replay: Callable[[], Left] | None = None
+
+
+class DecodeSteps:
+    """Runs such steps of one stage.
+
+    `sizes`: ascending; `captured`: those of them that `capture` records. `replays`: turn it off, and steps run without
+    their graphs. Buffers for the largest size are made here and stay.
+    """
+
+    def __init__(
+        self,
+        model: DecodedModel,
+        cache: StageCache,
+        table: RequestTable,
+        sampler: Sampler | None,
+        *,
+        sizes: Sequence[int],
+        captured: Sequence[int],
+        recorder: Recorder,
+        max_pages: int,
+        hidden_size: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        row_multiple: int,
+    ) -> None:
+        """`hidden_size`: of the rows that come from the stage before; None where this one embeds tokens."""
+        assert list(sizes) == sorted(set(sizes)) and set(captured) <= set(sizes)
+        self.replays = True
+        self._model = model
+        self._cache = cache
+        self._table = table
+        self._sampler = sampler
+        self._sizes = tuple(sizes)
+        self._captured = tuple(captured)
+        self._recorder = recorder
+        self._upload = Upload(device)
+        self._multiple = row_multiple
+        largest = sizes[-1]
+        self._pages_BP = torch.zeros((largest, max_pages), dtype=torch.int32, device=device)
+        fixed = offsets([x.nbytes for x in _blank(largest, padded(largest, row_multiple))])[-1]
+        self._inputs = torch.zeros(fixed + self._pages_BP.nbytes, dtype=torch.uint8, device=device)
+        self._hidden_TH = None
+        if hidden_size is not None:
+            rows = padded(largest, row_multiple)
+            self._hidden_TH = torch.zeros((rows, hidden_size), dtype=dtype, device=device)
+        self._at = {size: self._views(size) for size in sizes}
+
+    def takes(self, plan: Plan) -> bool:
+        """Say whether the plan is such a step, of a size that there is."""
+        works = plan.work
+        if len(works) > self._sizes[-1] or not works[-1].recurrent:  # recurrent rows come first
+            return False
+        return all([work.num_rows == 1 and work.samples for work in works])  # noqa: C419 - twice as fast
+
+    def step(self, plan: Plan, hidden_TH: torch.Tensor | None) -> torch.Tensor | StepResult:
+        """Run it, after `table.apply(plan)`. Waits for the device once on the last stage, never on others."""
+        works, requests = plan.work, self._table.of(plan.work)
+        at = self._at[self._sizes[bisect_left(self._sizes, len(works))]]
+        self._fill(at, works, requests)
+        if hidden_TH is not None:
+            assert self._hidden_TH is not None
+            self._hidden_TH[: len(hidden_TH)].copy_(hidden_TH)
+        left = self._forward(at) if at.replay is None or not self.replays else at.replay()
+        if self._sampler is None:
+            return left.hidden_TH[: padded(len(works), self._multiple)].clone()
+        return StepResult(plan.seq, tuple(self._outcomes(self._sampler, left, works, requests)))
+
+    @torch.inference_mode()
+    def capture(self, moved: Callable[[int], None]) -> int:
+        """Record the sizes that are to be captured, the largest first: smaller ones find room in its memory.
+
+        Returns the largest, 0 for none. `moved` is told each size that is done. Every rank of a stage calls it, for
+        recording runs the collectives.
+        Errors: UserError where the device refuses.
+        """
+        for size in reversed(self._captured):
+            at = self._at[size]
+            self._fill(at, (), [])
+            try:
+                at.replay = self._recorder.record(partial(self._forward, at))
+            except RuntimeError as error:
+                first = str(error).partition("\n")[0]
+                raise UserError(
+                    f"decode steps of {size} requests cannot be captured as a device graph: {first};"
+                    " --graph-max-batch 0 serves without"
+                ) from error
+            moved(size)
+        return max(self._captured, default=0)
+
+    def _views(self, size: int) -> _Size:
+        rows = padded(size, self._multiple)
+        blank = _blank(size, rows)
+        at = offsets([array.nbytes for array in blank])
+        views = [
+            self._inputs[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
+            for start, array in zip(at, blank, strict=False)
+        ]
+        return _Size(size, rows, at[-1], *views)
+
+    def _fill(self, at: _Size, works: Sequence[Work], requests: Sequence[Request]) -> None:
+        """Bring a step's inputs to their places; what is beyond its requests is padding."""
+        n = len(works)
+        arrays = _blank(at.size, at.rows)
+        tokens_T, positions_T, kv_index_B, keys_B, _, contexts_B, slots_B, temperature_B, live_1 = arrays
+        widest = max((request.num_pages for request in requests), default=1)
+        pages_BP = np.zeros((at.size, widest), dtype=np.int32)
+        live_1[0] = n
+        if n:
+            tokens_T[:n] = [request.output[-1] for request in requests]
+            contexts_B[:n] = [work.start for work in works]
+            slots_B[:n] = [work.slot for work in works]
+            positions_T[:n] = contexts_B[:n]
+            pages_BP[:n] = self._table.pages(works)
+            page_N, offset_N = np.divmod(positions_T[:n], self._cache.page_size)
+            kv_index_B[:n] = pages_BP[np.arange(n), page_N].astype(np.int64) * self._cache.page_size + offset_N
+            temperature_B[:n] = [request.params.temperature for request in requests]
+            if temperature_B.any():
+                streams = np.array([request.sample.stream for request in requests], dtype=np.uint64)
+                keys_B[:n] = rng.row_keys(streams, positions_T[:n].astype(np.uint64) + np.uint64(1))
+        self._upload.into(self._inputs, [*arrays, pages_BP])
+        arrived = self._inputs[at.table_start : at.table_start + pages_BP.nbytes]
+        self._pages_BP[: at.size, :widest].copy_(arrived.view(torch.int32).view(at.size, widest))
+
+    def _forward(self, at: _Size) -> Left:
+        """Compute a step from the static inputs alone. This is what is captured."""
+        contexts, slots = self._recorder.host_copies(at.contexts_B, at.slots_B)
+        sequences = Sequences(
+            row_starts=tuple(range(at.size + 1)),
+            contexts=contexts,
+            slots=slots,
+            num_recurrent=at.size,
+            row_starts_B1=at.row_starts_B1,
+            contexts_B=at.contexts_B,
+            slots_B=at.slots_B,
+            page_table_BP=self._pages_BP[: at.size],
+        )
+        rows = at.token_ids_T, at.positions_T, at.kv_index_B
+        batch = ForwardBatch(*rows, sequences, self._cache, live_rows=at.live_1)
+        hidden_TH = self._model.forward(batch, None if self._hidden_TH is None else self._hidden_TH[: at.rows])
+        if self._sampler is None:
+            return Left(hidden_TH)
+        logits_TV = self._model.logits(hidden_TH)
+        return Left(hidden_TH, logits_TV, self._sampler.draw(logits_TV[: at.size], at.keys_B, at.temperature_B))
+
+    def _outcomes(
+        self, sampler: Sampler, left: Left, works: Sequence[Work], requests: Sequence[Request]
+    ) -> list[Sampled]:
+        assert left.logits_TV is not None and left.drawn_B3 is not None
+        n = len(works)
+        if all([request.sample.plain for request in requests]):  # noqa: C419 - twice as fast
+            tokens = sampler.tokens_of(left.drawn_B3[:n], [work.start + 1 for work in works])
+            return [Sampled(work.rid, (token,)) for work, token in zip(works, tokens, strict=True)]
+        rows = [request.next_sample() for request in requests]
+        drawn = sampler.sample(left.logits_TV[:n], rows)
+        return [
+            Sampled(work.rid, (one.token,), () if one.logprob is None else (one.logprob,))
+            for work, one in zip(works, drawn, strict=True)
+        ]
+
+
+def _blank(size: int, rows: int) -> list[Array]:
+    """Return the inputs of a batch of padding, in the order of `_Size`."""
+    return [
+        np.zeros(rows, dtype=np.int64),
+        np.zeros(rows, dtype=np.int64),
+        np.full(size, -1, dtype=np.int64),
+        np.zeros(size, dtype=np.int64),
+        np.arange(size + 1, dtype=np.int32),
+        np.zeros(size, dtype=np.int32),
+        np.zeros(size, dtype=np.int32),
+        np.zeros(size, dtype=np.float32),
+        np.zeros(1, dtype=np.int32),
+    ]

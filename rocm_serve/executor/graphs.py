@@ -1,0 +1,87 @@
+"""Captured steps: what records and replays them on a GPU, and why a stage's steps cannot be captured.
+
+A graph holds the model, and on the last stage the logits and the plain draw: no transfer between stages, no meeting of
+hosts, nothing that the host must know. executor/decode.py says what goes in and what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+
+from rocm_serve.ops.bind import REFERENCE, Binding
+from rocm_serve.parallel.comm import Comm
+from rocm_serve.parallel.exchange.contract import ExpertExchange
+
+T = TypeVar("T")
+
+# References in torch that ask the host for nothing; others walk host copies of the batch, which a replay would not see.
+_CAPTURED_REFERENCES = frozenset(
+    ("rms_norm", "add_rms_norm", "gated_rms_norm", "linear", "silu_mul", "sigmoid_mul", "moe_route", "qk_norm_rope")
+)
+_NOT_IN_DECODE = frozenset(("attention_prefill", "gdn_chunk", "log_sum_exp"))
+_WARM_UP_RUNS = 2  # before recording: compiled kernels, handles and workspaces are there then
+
+
+class Recorder(Protocol):
+    """Records steps and replays them."""
+
+    def host_copies(self, contexts_B: torch.Tensor, slots_B: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return what `Sequences` of a batch of fixed size is to hold as its contexts and slots on the host."""
+        ...
+
+    def record(self, run: Callable[[], T]) -> Callable[[], T]:
+        """Return what does all that `run` does, from and to the same memory, whenever it is called.
+
+        Every call returns the same tensors; those of the call before are overwritten.
+        """
+        ...
+
+
+class DeviceGraphs:
+    """Graphs of CUDA or HIP, by torch; all in one pool of memory. Their steps never run at the same time."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._longest = max_model_len - 1
+        self._pool: tuple[int, int] | None = None
+
+    def host_copies(self, contexts_B: torch.Tensor, slots_B: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the longest contexts that may come: an op that looks must be right for all of them."""
+        size = len(contexts_B)
+        return (self._longest,) * size, (0,) * size
+
+    def record(self, run: Callable[[], T]) -> Callable[[], T]:
+        """See Recorder. Runs `run` a few times first."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP_RUNS):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Threads of NCCL look at events meanwhile, which the strictest mode takes for a fault of this one.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            left = run()
+
+        def replay() -> T:
+            graph.replay()
+            return left
+
+        return replay
+
+
+def refusal(report: Sequence[Binding], comm: Comm, exchanges: Iterable[ExpertExchange]) -> str | None:
+    """Say why steps of these ops and collectives cannot be captured; None: they can. The same on every rank."""
+    walking = [line.op for line in report if line.provider == REFERENCE and _walks(line.op.rpartition(".")[2])]
+    if walking:
+        return f"{', '.join(walking)} by reference reads the batch on the host"
+    reasons = (comm.graph_refusal, *(exchange.graph_refusal for exchange in exchanges))
+    return next((why for why in reasons if why is not None), None)
+
+
+def _walks(op: str) -> bool:
+    return op not in _CAPTURED_REFERENCES and op not in _NOT_IN_DECODE

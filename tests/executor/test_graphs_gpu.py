@@ -1,0 +1,191 @@
+"""Captured decode steps on a GPU: the tokens of the same steps without graphs. Run by hand there:
+
+python -m pytest -q -p no:cacheprovider tests/executor/test_graphs_gpu.py -s
+"""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from rocm_serve.config.schema import DeviceName
+from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.local import LocalExecutor
+from rocm_serve.executor.runner import StageRunner
+from rocm_serve.executor.upload import Upload
+from rocm_serve.messages import NewRequest, Plan, StepResult, Work
+from rocm_serve.parallel.comm import SoloComm
+from rocm_serve.parallel.mesh import Mesh
+from rocm_serve.types import SamplingParams
+from tests.executor.generate import Answer, Requests, session
+from tests.executor.recorded import poison_inputs
+from tests.executor.wishes import resolved
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+    pytest.mark.filterwarnings("ignore:::triton"),
+]
+
+MOST = 8
+SEED = secrets.randbits(31)
+
+
+def wish(checkpoint: Path, most: int, pp: int = 1, dtype: str = "bfloat16"):  # type: ignore[no-untyped-def]
+    device: DeviceName = "rocm" if torch.version.hip else "cuda"
+    return resolved(
+        model=str(checkpoint),
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=dtype,
+        pp=pp,
+        max_running_requests=MOST,
+        graph_max_batch=most,
+    )
+
+
+def plain_requests() -> Requests:
+    """Greedy and drawn ones, and batches of every size from eight to one."""
+    return {
+        f"plain {i}": (
+            tuple((SEED + 31 * i + j) % 2000 for j in range(1 + 9 * i)),
+            SamplingParams(max_tokens=4 + 3 * i, temperature=0.9 * (i % 2), seed=SEED + i),
+        )
+        for i in range(MOST)
+    }
+
+
+def served(checkpoint: Path, requests: Requests, most: int, dtype: str) -> dict[str, Answer]:
+    with session(LocalExecutor(wish(checkpoint, most, dtype=dtype))) as local:
+        assert local.limits.graph_max_batch == most, local.limits.reasons["graph_max_batch"]
+        print(f"graph_max_batch = {most}  ({local.limits.reasons['graph_max_batch']})")
+        return local.generate(requests)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tokens_with_graphs_are_those_without(checkpoint: Path, mixed_requests: Requests, dtype: str) -> None:
+    requests = {**mixed_requests, **plain_requests()}
+    eager = served(checkpoint, requests, 0, dtype)
+    graphs = served(checkpoint, requests, MOST, dtype)
+    for name, answer in eager.items():
+        assert graphs[name].tokens == answer.tokens, f"{name}, seed {SEED}"
+        assert graphs[name].logprobs == answer.logprobs, f"{name}, seed {SEED}"
+
+
+PARAMS = SamplingParams(max_tokens=200, temperature=0.7, seed=5)
+
+
+def stage_of(checkpoint: Path, rank: int, pp: int) -> tuple[LoadedStage, StageRunner]:
+    """Return one stage alone, its graphs captured."""
+    on_the_first_gpu = msgspec.structs.replace(wish(checkpoint, MOST, pp), first_device=-rank)
+    stage = load_stage_model(on_the_first_gpu, Mesh(1, pp).coord(rank), SoloComm())
+    runner = stage.runner(num_pages=64, num_slots=MOST)
+    ready = stage.capture(runner, lambda: None)
+    assert ready.graph_max_batch == MOST, ready.graphs
+    return stage, runner
+
+
+def rows_of(stage: LoadedStage, count: int) -> torch.Tensor | None:
+    """Return rows as the stage before sends them, always the same ones."""
+    if stage.coord.first_stage:
+        return None
+    g = torch.Generator("cuda").manual_seed(count)
+    return torch.randn(count, stage.facts.hidden_size, generator=g, device="cuda").to(stage.dtype)
+
+
+def decoded(stage: LoadedStage, runner: StageRunner, count: int, steps: int) -> list[object]:
+    """Admit `count` requests and decode; return what the runner gave. The requests are forgotten."""
+    rids = range(1, count + 1)
+    work = tuple(Work(rid, 0, 1, False, True, rid, (rid,)) for rid in rids)
+    out = [runner.step(Plan(0, work, tuple(NewRequest(rid, (rid,), PARAMS) for rid in rids)), rows_of(stage, count))]
+    for position in range(1, steps):
+        tokens = [(7,)] * count if isinstance(out[-1], torch.Tensor) else [one.tokens for one in out[-1].sampled]
+        work = tuple(
+            Work(rid, position, 1, True, True, rid, tokens=token) for rid, token in zip(rids, tokens, strict=True)
+        )
+        out.append(runner.step(Plan(position, work), rows_of(stage, count)))
+    runner.step(Plan(steps, (), released=tuple(rids)), None)
+    return [one.cpu() if isinstance(one, torch.Tensor) else one.sampled for one in out]
+
+
+def same(one: object, other: object) -> bool:
+    return (
+        torch.equal(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else one == other
+    )
+
+
+@pytest.mark.parametrize(("rank", "pp"), [(0, 1), (0, 2), (1, 2)])
+def test_a_replay_gives_the_bits_of_the_step_whatever_lies_beyond(checkpoint: Path, rank: int, pp: int) -> None:
+    stage, runner = stage_of(checkpoint, rank, pp)
+    assert runner.decode is not None
+    for count in (3, 8, 1, 5):
+        runner.decode.replays = False
+        eager = decoded(stage, runner, count, 6)
+        runner.decode.replays = True
+        replayed = decoded(stage, runner, count, 6)
+        assert all(same(a, b) for a, b in zip(eager, replayed, strict=True)), f"{count} requests"
+    poison_inputs(runner.decode)
+    assert all(same(a, b) for a, b in zip(eager, decoded(stage, runner, count, 6), strict=True)), "poisoned"
+
+
+@pytest.mark.parametrize(("rank", "waits"), [(0, 0), (1, 1)])
+def test_the_host_waits_once_on_the_last_stage_and_never_on_others(checkpoint: Path, rank: int, waits: int) -> None:
+    stage, runner = stage_of(checkpoint, rank, 2)
+    decoded(stage, runner, 3, 3)
+    rids = range(1, 4)
+    news = tuple(NewRequest(rid, (rid,), PARAMS) for rid in rids)
+    runner.step(Plan(0, tuple(Work(rid, 0, 1, False, True, rid, (rid,)) for rid in rids), news), rows_of(stage, 3))
+    for replays in (True, False):
+        assert runner.decode is not None
+        runner.decode.replays = replays
+        position = 1 + (not replays)
+        plan = Plan(position, tuple(Work(rid, position, 1, True, True, rid, tokens=(7,)) for rid in rids))
+        rows = rows_of(stage, 3)
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                out = runner.step(plan, rows)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waited = [one for one in seen if "synchronizing CUDA operation" in str(one.message)]
+        assert len(waited) == waits, f"replays {replays}: {[str(one.message) for one in waited]}"
+        assert isinstance(out, StepResult) == (waits == 1)
+
+
+def test_what_is_uploaded_arrives_while_more_is_on_its_way() -> None:
+    upload = Upload(torch.device("cuda"))
+    sent = []
+    for i in range(20):
+        arrays = np.full(1000 + 5000 * i, i, dtype=np.int64), np.full((3, i + 1), -i, dtype=np.int32)
+        sent.append((i, upload(*arrays)))
+        torch.cuda._sleep(1_000_000)
+    for i, (wide, table) in sent:
+        assert bool((wide == i).all()) and bool((table == -i).all()) and table.shape == (3, i + 1)
+
+
+def test_steps_with_prompts_beside_decoding_rows_go_on_from_replayed_ones(checkpoint: Path) -> None:
+    """A long prompt joins in the middle: its steps are no replays, the steps around them are."""
+    long = {"late": (tuple(range(100, 300)), SamplingParams(max_tokens=9, temperature=0.0))}
+
+    def run(most: int) -> dict[str, Answer]:
+        with session(LocalExecutor(wish(checkpoint, most))) as local:
+            answers = {name: Answer() for name in (*plain_requests(), *long)}
+            local.add(dict(list(plain_requests().items())[:4]))
+            for _ in range(5):
+                local.step(answers)
+            local.add(dict(list(plain_requests().items())[4:7]))
+            local.add(long)
+            while not local.scheduler.idle:
+                local.step(answers)
+            return answers
+
+    eager, graphs = run(0), run(MOST)
+    assert {name: one.tokens for name, one in graphs.items()} == {name: one.tokens for name, one in eager.items()}, SEED
