@@ -4,7 +4,7 @@
 
 Floors are counted bytes and operations over the larger of the ceilings that this run measures and those known. Every
 op is held against the reference before it is timed. What was found so far is printed and written as it comes; when the
-budget is spent, the rest is named. Exit 0: all is right. 1: an op is wrong, or a point failed. 2: no GPU, a bad wish.
+budget is spent, the rest is named. Exit 0: all right. 1: an op is wrong or a point failed. 2: no GPU, or a bad wish.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -29,17 +30,19 @@ from rocm_serve.errors import UserError
 from rocm_serve.executor.loading import MODEL_DTYPES, LoadedStage, dialect_of
 from rocm_serve.ops.bind import binding_lines
 from rocm_serve.ops.fp8 import FP8_DTYPES
-from rocm_serve.platform.probe import free_device_bytes
+from rocm_serve.platform.probe import free_device_bytes, usable_cores
 from rocm_serve.tuning import floor
 from rocm_serve.tuning.floor import Ceilings
 from rocm_serve.tuning.operands import Bench
 from rocm_serve.tuning.shapes import SHAPES
 from rocm_serve.tuning.timing import measured_ceilings
+from rocm_serve.tuning.wish import Point
 
 BATCHES = (1, 8, 16, 64, 256)
 CONTEXTS = (1024, 8192, 32768)
 _FIRST_CONTEXT = {"q35tp1": 1024, "q38tp8": 8192}  # where vLLM was measured, and aims are
 _STEP_SLOTS = 8  # more than the largest batch
+_MOST_COMPILERS = 16
 
 
 class Measuring:
@@ -58,6 +61,10 @@ class Measuring:
             measured_ceilings=(copy, bf16, fp8),
             ceilings=used,
         )
+
+    def left_s(self) -> float:
+        """Return the seconds left."""
+        return max(1.0, self.arguments.budget_s - (time.monotonic() - self._started))
 
     def reached(self, what: str) -> bool:
         """Whether time is left for another point; else it is named among those left out."""
@@ -98,18 +105,42 @@ def ops_of_shape(run: Measuring, name: str) -> None:
     run.run.bound[name] = list(binding_lines(rank.ops.report))
     dtype, fp8 = MODEL_DTYPES[rank.resolved.dtype], FP8_DTYPES[dialect_of(rank.device)]
     bench = Bench(SHAPES[name], rank.ops, rank.device, dtype, fp8, a.seed)
-    for make in op_level.op_points(a.batch, a.ctx, a.many):
+    makes = [
+        make
+        for make in op_level.op_points(a.batch, a.ctx, a.many)
+        if not a.only or make.func.__name__ in a.only  # type: ignore[attr-defined]
+    ]
+    _compile(run, rank, [Point(make.func.__name__, make.keywords) for make in makes])
+    for make in makes:
         what = f"{name} {make.func.__name__} {make.keywords}"  # type: ignore[attr-defined]
-        if a.only and make.func.__name__ not in a.only:  # type: ignore[attr-defined]
-            continue
         if not run.reached(what):
             continue
         try:
             run.found(op_level.measure(bench, name, make, run.ceilings))
-        except (RuntimeError, ValueError, AssertionError) as error:
+        except Exception as error:  # whatever ends a point is written down, and the next one is tried
             run.failed(what, error)
             run.clean(thoroughly=True)
         run.clean()
+
+
+def _points_of_steps(batches: Sequence[int]) -> list[Point]:
+    """Name the calls of a step whose kernels have a tile for each batch."""
+    names = ("experts", "attention", "step", "conv", "head", "norms", "route")
+    more: dict[str, dict[str, int]] = {"attention": {"context": 1024}, "norms": {"residual": True}}
+    return [Point(name, {"rows": rows, **more.get(name, {})}) for name in names for rows in batches]
+
+
+def _compile(run: Measuring, rank: stage.Rank, points: Sequence[Point]) -> None:
+    if rank.device.type == "cpu":
+        return
+    began = time.monotonic()
+    failed = stage.compile_beside(rank, points, min(usable_cores(), _MOST_COMPILERS), run.left_s())
+    print(
+        f"{rank.name}: {len(points)} calls compiled in {time.monotonic() - began:.0f} s",
+        *failed,
+        sep="\n  ",
+        flush=True,
+    )
 
 
 def steps_of_shape(run: Measuring, name: str) -> None:
@@ -120,17 +151,26 @@ def steps_of_shape(run: Measuring, name: str) -> None:
         return
     margin = step_level.WARM_UP_STEPS + a.steps + 32
     longest = max(context for _, context in wished) + margin
-    for mode in a.modes:
-        rank = stage.rank_of(name, running=max(a.batch), longest=longest, op=a.op, eager=mode == "eager")
-        run.run.bound[name] = list(binding_lines(rank.ops.report))
-        loaded = stage.load(rank, a.seed)
-        _steps_of_stage(run, name, mode, loaded, wished, margin)
-        del loaded, rank
-        run.clean(thoroughly=True)
+    rank = stage.rank_of(name, running=max(a.batch), longest=longest, op=a.op)
+    run.run.bound[name] = list(binding_lines(rank.ops.report))
+    _compile(run, rank, _points_of_steps(a.batch))
+    loaded = stage.load(rank, a.seed)
+    modes = list(a.modes)
+    if "graphs" in modes and loaded.graph_refusal is not None:
+        run.run.left_out.append(f"{name}: graphs: {loaded.graph_refusal}")
+        modes.remove("graphs")
+    _steps_of_stage(run, name, modes, loaded, wished, margin)
+    del loaded, rank
+    run.clean(thoroughly=True)
 
 
 def _steps_of_stage(
-    run: Measuring, name: str, mode: str, loaded: LoadedStage, wished: Sequence[tuple[int, int]], margin: int
+    run: Measuring,
+    name: str,
+    modes: Sequence[str],
+    loaded: LoadedStage,
+    wished: Sequence[tuple[int, int]],
+    margin: int,
 ) -> None:
     a = run.arguments
     slots = max(batch for batch, _ in wished) + _STEP_SLOTS
@@ -141,7 +181,7 @@ def _steps_of_stage(
     page = loaded.resolved.page_size
     runner = loaded.runner(num_pages=-(-tokens // page) + slots, num_slots=slots)
     step_level.randomise(runner.cache, torch.Generator(run.device).manual_seed(a.seed))
-    for i, (batch, context) in enumerate(wished):
+    for i, (mode, (batch, context)) in enumerate(product(modes, wished)):
         what = f"{name} {mode} step B {batch} ctx {context}"
         if batch * (context + margin) > tokens:
             run.run.left_out.append(f"{what} (does not fit the memory)")
@@ -149,8 +189,10 @@ def _steps_of_stage(
         if not run.reached(what):
             continue
         try:
-            found = step_level.measure(loaded, runner, batch, context, (i + 1) << 16, a.steps)
-        except (RuntimeError, AssertionError) as error:
+            found = step_level.measure(
+                loaded, runner, batch, context, (i + 1) << 16, captured=mode == "graphs", steps=a.steps
+            )
+        except (RuntimeError, AssertionError, UserError) as error:
             run.failed(what, error)
             continue
         run.found(_step_record(run, name, mode, batch, context, found))

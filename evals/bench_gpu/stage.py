@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,9 @@ from rocm_serve.parallel.mesh import Coord, Mesh
 from rocm_serve.platform.facts import Platform
 from rocm_serve.platform.probe import free_ram_bytes, gpus_seen_by_torch
 from rocm_serve.tuning import weights
-from rocm_serve.tuning.shapes import facts_of
+from rocm_serve.tuning.compiling import Compilers
+from rocm_serve.tuning.shapes import SHAPES, facts_of
+from rocm_serve.tuning.wish import Point, Wish
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,6 @@ def rank_of(
     running: int,
     longest: int,
     op: Mapping[str, str] | None = None,
-    eager: bool = False,
     kv_cache_dtype: str = "auto",
 ) -> Rank:
     """Decide what a start would decide, and bind ops by the table of this machine. Errors: UserError."""
@@ -75,7 +77,6 @@ def rank_of(
         max_running_requests=running,
         max_model_len=longest,
         op=dict(op or {}),
-        enforce_eager=eager,
         kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
     )
     resolved = resolve(config, facts, platform, vocab_used=facts.vocab_size, run_dir="", free_port=lambda: 0)
@@ -128,3 +129,27 @@ def load(rank: Rank, seed: int) -> LoadedStage:
     planned = memory.weight_bytes(rank.params, rank.coord, resolved)
     held = sum(tensor.nbytes for tensor in model.state_dict().values())
     return LoadedStage(resolved, rank.coord, facts, model, rank.ops, comm, device, dtype, planned, held, 0, experts)
+
+
+def compile_beside(rank: Rank, points: Sequence[Point], jobs: int, timeout_s: float) -> list[str]:
+    """Compile what these calls launch in several processes: one after the other it would take most of a run.
+
+    Returns what could not be; it is compiled, or fails, when it is called.
+    """
+    d = SHAPES[rank.name]
+    wish = Wish(
+        dims={field: getattr(d, field) for field in d.__dataclass_fields__},
+        providers={op: provider.name for op, provider in rank.ops.providers.items()},
+        arch=rank.arch,
+        dtype=rank.resolved.dtype,
+        dialect=dialect_of(rank.device),
+        activation=rank.resolved.fp8_activation,
+        seed=0,
+    )
+    compilers = Compilers(wish, jobs)
+    try:
+        futures = {str(point): compilers.compile(point) for point in points}
+        wait(futures.values(), timeout_s)
+        return [f"{name}: {future.result()}" for name, future in futures.items() if future.done() and future.result()]
+    finally:
+        compilers.stop()

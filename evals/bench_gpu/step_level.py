@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
-from rocm_serve.executor.inputs import build_inputs
+from rocm_serve.executor.decode import DecodeSteps
+from rocm_serve.executor.graphs import DeviceGraphs
 from rocm_serve.executor.loading import LoadedStage
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.layers.moe import SparseMoe
 from rocm_serve.messages import NewRequest, Plan, StepResult, Work
 from rocm_serve.ops.batch import StageCache
-from rocm_serve.tuning.timing import time_calls
 from rocm_serve.types import SamplingParams
+
+T = TypeVar("T")
 
 WARM_UP_STEPS = 6
 TIMED_STEPS = 40
@@ -25,7 +28,7 @@ _FIRST_TOKEN = 1
 
 @dataclass(frozen=True, slots=True)
 class StepFinding:
-    """One point. Units: milliseconds. `wall`: a step from plan to tokens; `device`: model, logits and arg max alone."""
+    """One point. Units: milliseconds. `wall`: a step from plan to tokens; `device`: the captured part alone."""
 
     wall: float
     wall_low: float
@@ -40,10 +43,10 @@ class Decoding:
 
     def __init__(self, runner: StageRunner, batch: int, context: int, steps: int, first_rid: int) -> None:
         page = runner.cache.page_size
-        self._runner = runner
+        self.runner = runner
         self._context = context
         self._rids = range(first_rid, first_rid + batch)
-        self._tokens = [_FIRST_TOKEN] * batch
+        self.tokens = [_FIRST_TOKEN] * batch
         self._seq = 0
         pages = -(-(context + steps + 1) // page)
         held = next(iter(runner.cache.k_pages.values())).shape[0]
@@ -70,7 +73,7 @@ class Decoding:
             self._seq,
             tuple(
                 Work(rid, at, 1, True, True, slot, tokens=(token,))
-                for rid, slot, token in zip(self._rids, self._slots, self._tokens, strict=True)
+                for rid, slot, token in zip(self._rids, self._slots, self.tokens, strict=True)
             ),
         )
 
@@ -78,15 +81,15 @@ class Decoding:
         """Run one step; return its seconds from plan to tokens on the host."""
         plan = self.plan()
         start = time.perf_counter()
-        result = self._runner.step(plan, None)
+        result = self.runner.step(plan, None)
         taken = time.perf_counter() - start
         assert isinstance(result, StepResult)
-        self._tokens = [one.tokens[-1] for one in result.sampled]
+        self.tokens = [one.tokens[-1] for one in result.sampled]
         return taken
 
     def release(self) -> None:
         """Let the table forget these requests."""
-        self._runner.step(Plan(self._seq + 1, (), released=tuple(self._rids)), None)
+        self.runner.step(Plan(self._seq + 1, (), released=tuple(self._rids)), None)
 
 
 def randomise(cache: StageCache, g: torch.Generator) -> None:
@@ -121,34 +124,88 @@ def distinct_experts(stage: LoadedStage, step: Decoding) -> tuple[int, ...]:
     return tuple(len(ids) for ids in chosen)
 
 
-@torch.inference_mode()
-def device_time(stage: LoadedStage, runner: StageRunner, decoding: Decoding) -> tuple[float, str]:
-    """Time the model, its logits and the arg max as one graph of this program's own, at a fixed position: the device's
-    part of a step. Units: milliseconds."""
-    plan = decoding.plan()
-    runner.table.apply(plan)
-    inputs = build_inputs(runner.table, plan, runner.cache, stage.device, runner.row_multiple)
-    used = stage.facts.vocab_size
+class Graphs(DeviceGraphs):
+    """The server's recorder, which keeps the last replay, to time it alone."""
 
-    def forward() -> None:
-        hidden_TH = stage.model.forward(inputs.batch, None)
-        stage.ops.draw_token(stage.model.logits(hidden_TH), first_id=0, used=used)
+    replay: Callable[[], object] | None = None
 
-    forward()
-    found = time_calls([forward], stage.device, replays=7, least_calls=1)
-    return found.median / 1e3, found.how
+    def record(self, run: Callable[[], T]) -> Callable[[], T]:
+        """See DeviceGraphs."""
+        made = super().record(run)
+        self.replay = made
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Stepper:
+    """A runner whose decode steps have one size, captured or not."""
+
+    runner: StageRunner
+    graphs: Graphs | None
+
+
+def stepper(stage: LoadedStage, runner: StageRunner, batch: int, *, captured: bool) -> Stepper:
+    """Give a runner steps of this size alone: what other sizes would take to compile and record is no part of a point.
+
+    Errors: UserError where the device refuses to capture.
+    """
+    if stage.graph_refusal is not None:
+        return Stepper(runner, None)
+    recorder = Graphs(stage.resolved.max_model_len)
+    steps = DecodeSteps(
+        stage.model,
+        runner.cache,
+        runner.table,
+        runner.sampler,
+        sizes=(batch,),
+        captured=(batch,) if captured else (),
+        recorder=recorder,
+        max_pages=-(-stage.resolved.max_model_len // stage.resolved.page_size),
+        hidden_size=None,
+        dtype=stage.dtype,
+        device=stage.device,
+        row_multiple=runner.row_multiple,
+    )
+    if captured:
+        steps.capture(lambda size: None)
+    return Stepper(replace(runner, decode=steps), recorder if captured else None)
+
+
+def device_time(stage: LoadedStage, graphs: Graphs | None) -> tuple[float | None, str]:
+    """Time replays of the captured step alone, at the position of the last step. Units: milliseconds."""
+    if graphs is None or graphs.replay is None:
+        return None, ""
+    times = []
+    for _ in range(9):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graphs.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times), "graph"
 
 
 def measure(
-    stage: LoadedStage, runner: StageRunner, batch: int, context: int, first_rid: int, steps: int = TIMED_STEPS
+    stage: LoadedStage,
+    runner: StageRunner,
+    batch: int,
+    context: int,
+    first_rid: int,
+    *,
+    captured: bool,
+    steps: int = TIMED_STEPS,
 ) -> StepFinding:
-    """Measure one point. Errors: SamplingFailed when logits are not finite."""
-    decoding = Decoding(runner, batch, context, WARM_UP_STEPS + steps + 4, first_rid)
+    """Measure one point. Errors: SamplingFailed when logits are not finite; UserError of a capture."""
+    plain = stepper(stage, runner, batch, captured=False)
+    decoding = Decoding(plain.runner, batch, context, WARM_UP_STEPS + steps + 4, first_rid)
     distinct = distinct_experts(stage, decoding)
+    chosen = stepper(stage, runner, batch, captured=True) if captured else plain
+    decoding.runner = chosen.runner
     for _ in range(WARM_UP_STEPS):
         decoding.step()
     times = [decoding.step() * 1e3 for _ in range(steps)]
-    device, how = device_time(stage, runner, decoding)
+    device, how = device_time(stage, chosen.graphs)
     decoding.release()
     low, median, high = statistics.quantiles(times, n=4)
     return StepFinding(median, low, high, device, how, distinct)

@@ -7,6 +7,7 @@ First line in: the wish. Each further line: a job. Each line out: why it failed,
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 import torch
@@ -18,11 +19,15 @@ from rocm_serve.tuning.wish import Point, Wish
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Compile one call with one tile of one kernel."""
+    """Compile one call with one tile of one kernel; without a kernel, with the tiles that it gets anyway."""
 
     point: Point
-    kernel: str
-    tile: dict[str, int]
+    kernel: str = ""
+    tile: dict[str, int] = {}
+
+
+def _tile_of(job: Job) -> AbstractContextManager[None]:
+    return tiles.forced(job.kernel, job.tile) if job.kernel else nullcontext()
 
 
 @torch.inference_mode()
@@ -37,7 +42,7 @@ def main() -> int:
     for line in sys.stdin:
         job = msgspec.json.decode(line, type=Job)
         try:
-            with compiled_only(wish.arch if elsewhere else None), tiles.forced(job.kernel, job.tile):
+            with compiled_only(wish.arch if elsewhere else None), _tile_of(job):
                 make(bench, job.point).calls[0]()
             why = ""
         except Exception as error:  # a tile that cannot be compiled is an answer

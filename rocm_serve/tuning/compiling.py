@@ -30,10 +30,10 @@ class Compilers:
         for thread in self._threads:
             thread.start()
 
-    def compile(self, point: Point, kernel: str, tile: dict[str, int]) -> Future[str]:
-        """Have one call compiled with one tile."""
+    def compile(self, point: Point, kernel: str = "", tile: dict[str, int] | None = None) -> Future[str]:
+        """Have one call compiled with one tile of one kernel; without a kernel, with the tiles that it gets anyway."""
         future: Future[str] = Future()
-        job = msgspec.json.encode({"point": point, "kernel": kernel, "tile": tile})
+        job = msgspec.json.encode({"point": point, "kernel": kernel, "tile": tile or {}})
         self._jobs.put((job, future))
         return future
 

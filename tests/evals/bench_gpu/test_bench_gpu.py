@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from evals.bench_gpu import op_level, stage
+from evals.bench_gpu import op_level, stage, step_level
 from evals.bench_gpu.__main__ import main
 from evals.bench_gpu.op_level import op_points
 from evals.bench_gpu.plot import lines_of, svg
 from evals.bench_gpu.records import Run, StepRecord, table
+from rocm_serve.executor.loading import LoadedStage
 from rocm_serve.ops.fp8 import dequantise
 from rocm_serve.tuning import cases
 from rocm_serve.tuning.floor import Ceilings
@@ -43,6 +45,44 @@ def test_steps_of_a_tiny_model_are_measured_and_written(tmp_path: Path) -> None:
     assert drawing.read_text().count("<polyline") == 1
 
 
+class _Repeats:
+    """A recorder of a machine without graphs: a replay runs the step again."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.replay: Callable[[], object] | None = None
+
+    def host_copies(self, contexts_B: torch.Tensor, slots_B: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(contexts_B.tolist()), tuple(slots_B.tolist())
+
+    def record(self, run: Callable[[], object]) -> Callable[[], object]:
+        self.replay = run
+        return run
+
+
+def test_captured_steps_touch_no_more_experts_and_draw_the_tokens_of_plain_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_level, "Graphs", _Repeats)
+    monkeypatch.setattr(LoadedStage, "graph_refusal", None)
+    monkeypatch.setattr(step_level, "device_time", lambda stage, graphs: (None, "" if graphs.replay else "none"))
+    drawn: dict[bool, list[list[int]]] = {True: [], False: []}
+    loaded = stage.load(stage.rank_of("tiny", running=4, longest=128), 3)
+    for captured in (True, False):
+        torch.manual_seed(1)
+        runner = loaded.runner(num_pages=24, num_slots=4)
+        step_level.randomise(runner.cache, torch.Generator().manual_seed(1))
+        chosen = step_level.stepper(loaded, runner, 2, captured=captured)
+        assert (chosen.graphs is not None) == captured
+        decoding = step_level.Decoding(chosen.runner, 2, 40, 8, 0)
+        for _ in range(3):
+            decoding.step()
+            drawn[captured].append(decoding.tokens)
+    assert drawn[True] == drawn[False]
+    found = step_level.measure(loaded, runner, 2, 40, 99, captured=True, steps=3)
+    assert found.wall > 0 and len(found.distinct) == 4
+    assert all(2 <= count <= 4 for count in found.distinct)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -50,6 +90,7 @@ def test_steps_of_a_tiny_model_are_measured_and_written(tmp_path: Path) -> None:
         partial(cases.experts, rows=3),
         partial(cases.gdn, rows=3),
         partial(cases.conv, rows=3),
+        partial(cases.step, rows=3),
         partial(cases.route, rows=3),
         partial(cases.linear, rows=3, name="out_proj"),
         partial(cases.head, rows=3),
