@@ -16,6 +16,7 @@ from evals.gfx.registry import Arch, Trial, fp8_dtype
 from rocm_serve.ops.contract import Arguments
 from rocm_serve.ops.fp8 import BLOCK, fp8_max
 from rocm_serve.ops.inputs import normal
+from rocm_serve.ops.sigmoid_mul.cases import sigmoid_mul_heads_case
 
 _BF16 = torch.bfloat16
 Build = Callable[[torch.Generator, Arch], Arguments]
@@ -62,6 +63,15 @@ def _sigmoid(g: torch.Generator, arch: Arch, *, rows: int, width: int, gates: in
         "x_TH": _wide(normal(g, rows, width, dtype=_BF16)),
         "gate": _wide(normal(g, rows, gates, scale=3.0, dtype=_BF16)),
     }
+
+
+def _sigmoid_heads(g: torch.Generator, arch: Arch, *, rows: int, heads: int, d: int) -> Arguments:
+    return sigmoid_mul_heads_case(g, _BF16, t=rows, heads=heads, d=d)
+
+
+def _shared(g: torch.Generator, arch: Arch, *, rows: int, width: int) -> Arguments:
+    made = shared_case(g, _BF16, t=rows, h=width)
+    return made | {name: _wide(made[name]) for name in ("routed_TH", "shared_TH", "x_TH")}
 
 
 def _linear(
@@ -169,6 +179,7 @@ TRIALS: tuple[Trial, ...] = (
     _trial("silu_mul", "3 x 51", partial(_silu, rows=3, width=51), "silu_mul_kernel", odd=True),
     _trial("silu_mul", "3 x 2048", partial(_silu, rows=3, width=2048), "silu_mul_kernel", real=True),
     _trial("sigmoid_mul", "5 x 72", partial(_sigmoid, rows=5, width=72, gates=72), _SIGMOID),
+    _trial("sigmoid_mul", "gates beside heads", partial(_sigmoid_heads, rows=3, heads=3, d=256), _SIGMOID),
     _trial(
         "sigmoid_mul", "5 x 2056, a gate a row", partial(_sigmoid, rows=5, width=2056, gates=1), "sigmoid_mul_kernel"
     ),

@@ -19,6 +19,7 @@ from rocm_serve.ops.contract import Arguments
 from rocm_serve.ops.gdn_cases import committing, gdn_case
 from rocm_serve.ops.gdn_step.cases import step_case
 from rocm_serve.ops.inputs import normal, sequences_of
+from rocm_serve.ops.qk_norm_rope_kv_write.cases import qkv_case
 
 _BF16 = torch.bfloat16
 Build = Callable[[torch.Generator, Arch], Arguments]
@@ -53,6 +54,10 @@ def _turned(g: torch.Generator, arch: Arch, *, rows: int, heads: int, kv_heads: 
     }
 
 
+def _qkv(g: torch.Generator, arch: Arch, **sizes: int) -> Arguments:
+    return qkv_case(g, _BF16, stored=fp8_dtype(arch), k_scale=0.5, v_scale=3.0, **sizes)
+
+
 def _conv(
     g: torch.Generator, arch: Arch, *, rows: tuple[int, ...], channels: int, commits: tuple[int, ...] | None = None
 ) -> Arguments:
@@ -83,22 +88,30 @@ def _attend(
 
 
 def _untouched(
-    g: torch.Generator, arch: Arch, *, rows: int, context: int, heads: int, kv_heads: int, fp8: bool = False
+    g: torch.Generator,
+    arch: Arch,
+    *,
+    rows: int,
+    context: int,
+    heads: int,
+    kv_heads: int,
+    fp8: bool = False,
+    many: int = 1,
 ) -> Arguments:
     """Arguments of a real size that are never read: to compile for."""
     length = context + rows
     pages = torch.empty(length // 16 + 1, 16, kv_heads, 256, dtype=fp8_dtype(arch) if fp8 else _BF16)
     sequences = Sequences(
-        row_starts=(0, rows),
-        contexts=(context,),
-        slots=(1,),
+        row_starts=tuple(rows * b for b in range(many + 1)),
+        contexts=(context,) * many,
+        slots=(1,) * many,
         num_recurrent=0,
-        row_starts_B1=torch.tensor([0, rows], dtype=torch.int32),
-        contexts_B=torch.tensor([context], dtype=torch.int32),
-        slots_B=torch.tensor([1], dtype=torch.int32),
-        page_table_BP=torch.zeros(1, len(pages), dtype=torch.int32),
+        row_starts_B1=torch.arange(many + 1, dtype=torch.int32) * rows,
+        contexts_B=torch.full((many,), context, dtype=torch.int32),
+        slots_B=torch.ones(many, dtype=torch.int32),
+        page_table_BP=torch.zeros(many, len(pages), dtype=torch.int32),
     )
-    q = torch.empty(rows, heads, 256, dtype=_BF16)
+    q = torch.empty(rows * many, heads, 256, dtype=_BF16)
     held = {"k_pages_PSGD": pages, "v_pages_PSGD": pages}
     return {"q_THD": q, **held, "sequences": sequences, "out_THD": torch.empty_like(q), "scale": 1 / 16}
 
@@ -110,7 +123,12 @@ def _trial(op: str, case: str, build: Build, *kernels: str, **other: object) -> 
 _ONCE = {
     "paged_attention_kernel:wide_stores": "a row is stored once a step, as the matrix instruction lays it out",
 }
-_PAGED, _MERGE = "paged_attention_kernel", "merge_splits_kernel"
+_PARTS = {
+    "decode_attention_kernel:wide_stores": "a split is stored once, as the matrix instruction lays it out",
+    "merge_splits_kernel:wide_stores": "a row is stored once a step, as the sum over splits leaves it",
+}
+_QKV = "qk_norm_rope_kv_write_kernel"
+_PAGED, _SPLIT, _MERGE = "paged_attention_kernel", "decode_attention_kernel", "merge_splits_kernel"
 _SCAN, _CONV, _STEP = "gated_delta_rule_kernel", "causal_conv_kernel", "gdn_step_kernel"
 _SMALL: dict[str, Any] = {"heads": 6, "kv_heads": 2, "d": 24, "page_size": 5}
 _HEADS: dict[str, Any] = {"heads": 16, "key_heads": 2, "key": 128, "value": 128}
@@ -136,6 +154,25 @@ TRIALS: tuple[Trial, ...] = (
         "2 x 5 + 1 heads of 256",
         partial(_turned, rows=2, heads=5, kv_heads=1, d=256, rotated=64),
         "qk_norm_rope_kernel",
+    ),
+    _trial(
+        "qk_norm_rope_kv_write",
+        "fp8, 5 rows of 3 + 2 heads of 40",
+        partial(_qkv, t=5, padding=1, skipped=1, heads=3, kv_heads=2, d=40, rotated=12, page_size=4),
+        _QKV,
+    ),
+    _trial(
+        "qk_norm_rope_kv_write",
+        "2.4T heads at tp 8",
+        partial(_qkv, t=2, heads=8, kv_heads=1, d=256, rotated=64),
+        _QKV,
+    ),
+    _trial(
+        "qk_norm_rope_kv_write",
+        "2.4T heads at tp 8, many rows",
+        partial(_qkv, t=600, heads=8, kv_heads=1, d=256, rotated=64),
+        _QKV,
+        compile_only=True,
     ),
     _trial("causal_conv", "rows 2, 1, 18", partial(_conv, rows=(2, 1, 18), channels=48), _CONV),
     _trial("causal_conv", "drafts on a copy", partial(_conv, rows=(2, 4), channels=144, commits=(1, 3)), _CONV),
@@ -202,49 +239,56 @@ TRIALS: tuple[Trial, ...] = (
         "attention_decode",
         "float32",
         partial(_attend, rows=(1, 4), contexts=(40, 3), rows_in=torch.float32, **_SMALL),
-        _PAGED,
+        _SPLIT,
+        _MERGE,
         limit=2e-6,
+        exceptions=_PARTS
+        | {"merge_splits_kernel:wide_loads": "two splits of 24 numbers leave a lane less than 16 bytes"},
     ),
     _trial(
         "attention_decode",
         "one and four rows",
         partial(_attend, rows=(1, 4), contexts=(40, 3), first_row=1, **_SMALL),
-        _PAGED,
-        exceptions=_ONCE,
+        _SPLIT,
+        _MERGE,
+        exceptions=_PARTS,
     ),
     _trial(
         "attention_decode",
-        "contexts in splits",
-        partial(_attend, rows=(1, 1), contexts=(1050, 8), heads=2, kv_heads=1, d=32),
-        _PAGED,
+        "fp8 pages",
+        partial(_attend, rows=(1, 2), contexts=(70, 8), heads=4, kv_heads=2, d=64, k_scale=0.5, v_scale=3.0, fp8=True),
+        _SPLIT,
         _MERGE,
-        exceptions=_ONCE,
+        exceptions=_PARTS,
     ),
-    _trial(
-        "attention_decode",
-        "2.4T heads at tp 8",
-        partial(_untouched, rows=1, context=5000, heads=8, kv_heads=1),
-        _PAGED,
-        _MERGE,
-        compile_only=True,
-        exceptions=_ONCE,
-    ),
-    _trial(
-        "attention_decode",
-        "2.4T heads at tp 8, fp8",
-        partial(_untouched, rows=1, context=5000, heads=8, kv_heads=1, fp8=True),
-        _PAGED,
-        _MERGE,
-        compile_only=True,
-        exceptions=_ONCE,
+    *(
+        _trial(
+            "attention_decode",
+            f"2.4T heads at tp 8, {'fp8' if fp8 else 'bf16'}",
+            partial(_untouched, rows=1, context=5000, heads=8, kv_heads=1, fp8=fp8),
+            _SPLIT,
+            _MERGE,
+            compile_only=True,
+            exceptions=_PARTS,
+        )
+        for fp8 in (False, True)
     ),
     _trial(
         "attention_decode",
         "2.4T heads at tp 4, four rows",
         partial(_untouched, rows=4, context=500, heads=16, kv_heads=1),
-        _PAGED,
+        _SPLIT,
+        _MERGE,
         compile_only=True,
-        exceptions=_ONCE,
+        exceptions=_PARTS,
+    ),
+    _trial(
+        "attention_decode",
+        "256 sequences, not split",
+        partial(_untouched, rows=1, context=500, heads=8, kv_heads=1, many=256),
+        _SPLIT,
+        compile_only=True,
+        exceptions={"wide_stores": _PARTS["decode_attention_kernel:wide_stores"]},
     ),
     _trial(
         "attention_prefill",

@@ -25,6 +25,7 @@ from rocm_serve.diagnostics.parity.tap_files import BEFORE_LAYERS, Band, Header,
 from rocm_serve.executor.loading import LoadedStage, load_stage_model
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.executor.worker import main
+from rocm_serve.layers.attention import GatedAttention
 from rocm_serve.layers.gated_delta_net import GatedDeltaNet
 from rocm_serve.layers.moe import SparseMoe
 from rocm_serve.messages import Plan, StepResult
@@ -364,7 +365,7 @@ def tap_modules(model: nn.Module, facts: ModelFacts, coord: Coord, plan: ExpertP
         if isinstance(ops, BoundOps):
             wrapped = {op: partial(taps.call, place, op, getattr(ops, op)) for op in op_names()}
             module.ops = replace(ops, **wrapped)
-        if isinstance(module, GatedDeltaNet):
+        if isinstance(module, GatedAttention | GatedDeltaNet):
             module.run_by_parts()
         if hasattr(module, "comm"):
             module.comm = TappedComm(module.comm, taps, place)

@@ -23,6 +23,7 @@ from rocm_serve.ops import (
     moe_experts,
     moe_route,
     qk_norm_rope,
+    qk_norm_rope_kv_write,
     quantise_rows,
     rms_norm,
     sampling,
@@ -46,6 +47,7 @@ _ALL = (
     moe_experts.OP,
     quantise_rows.OP,
     qk_norm_rope.OP,
+    qk_norm_rope_kv_write.OP,
     kv_write.OP,
     attention_prefill.OP,
     attention_decode.OP,
@@ -98,6 +100,7 @@ class BoundOps:
     moe_experts: OpFunction
     quantise_rows: OpFunction
     qk_norm_rope: OpFunction
+    qk_norm_rope_kv_write: OpFunction
     kv_write: OpFunction
     attention_prefill: OpFunction
     attention_decode: OpFunction

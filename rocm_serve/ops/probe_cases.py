@@ -22,10 +22,11 @@ from rocm_serve.ops.kv_write.cases import kv_case
 from rocm_serve.ops.linear.cases import linear_case
 from rocm_serve.ops.moe_experts.cases import experts_case
 from rocm_serve.ops.qk_norm_rope.cases import qk_case
+from rocm_serve.ops.qk_norm_rope_kv_write.cases import qkv_case
 from rocm_serve.ops.quantise_rows.cases import quantise_case
 from rocm_serve.ops.rms_norm.cases import norm_case
 from rocm_serve.ops.sampling.cases import draw_case, sum_case
-from rocm_serve.ops.sigmoid_mul.cases import sigmoid_mul_case
+from rocm_serve.ops.sigmoid_mul.cases import sigmoid_mul_case, sigmoid_mul_heads_case
 from rocm_serve.ops.silu_mul.cases import silu_mul_case
 
 # Row counts at which released kernels change their path or were wrong (MoE kernels above 32 rows; faults at 304), and
@@ -92,6 +93,8 @@ def _sigmoid_muls(facts: OpFacts) -> Cases:
     wide = facts.heads * facts.head_dim
     for t in _counts(facts, _FEW_ROWS):
         yield f"{t} x {wide}", partial(sigmoid_mul_case, t=t, h=wide, gate=wide)
+        heads = partial(sigmoid_mul_heads_case, t=t, heads=facts.heads, d=facts.head_dim)
+        yield f"{t} x {facts.heads} heads of {facts.head_dim}", heads
         if facts.num_experts:
             yield (
                 f"{t} x {facts.hidden_size}, one gate a row",
@@ -160,6 +163,27 @@ def _qk_norms(facts: OpFacts) -> Cases:
                 d=facts.head_dim,
                 rotated=facts.rotary_dim,
                 eps=facts.eps,
+            ),
+        )
+
+
+def _qkv_writes(facts: OpFacts) -> Cases:
+    for t in _counts(facts, _FEW_ROWS):
+        padding = min(t, _PADDING)
+        yield (
+            f"{t} x {facts.heads} and {facts.kv_heads} heads of {facts.head_dim} to {facts.kv_dtype} pages",
+            partial(
+                qkv_case,
+                t=t,
+                padding=padding,
+                skipped=(t - padding) // 8,
+                heads=facts.heads,
+                kv_heads=facts.kv_heads,
+                d=facts.head_dim,
+                rotated=facts.rotary_dim,
+                page_size=facts.page_size,
+                eps=facts.eps,
+                stored=_STORED[facts.kv_dtype],
             ),
         )
 
@@ -277,6 +301,7 @@ _OF_OP: Mapping[str, Callable[[OpFacts], Cases]] = MappingProxyType(
         "moe_experts": _experts,
         "quantise_rows": _quantised,
         "qk_norm_rope": _qk_norms,
+        "qk_norm_rope_kv_write": _qkv_writes,
         "kv_write": _kv_writes,
         "attention_prefill": partial(_attention, prefill=True),
         "attention_decode": partial(_attention, prefill=False),

@@ -18,8 +18,8 @@ import msgspec
 
 from rocm_serve.config.load import environment
 from rocm_serve.ops.tiles_attention import attention_decode_tile, attention_decode_tiles
-from rocm_serve.ops.tiles_linear import linear_tile, linear_tiles
 from rocm_serve.ops.tiles_gdn import gdn_decode_tile, gdn_scan_tile, gdn_step_tile, gdn_step_tiles, gdn_tiles
+from rocm_serve.ops.tiles_linear import linear_tile, linear_tiles
 from rocm_serve.ops.tiles_moe import moe_experts_tile, moe_experts_tiles
 
 Tile = dict[str, int]
@@ -120,27 +120,10 @@ _forced: dict[str, Tile] = {}
 _watching: list[tuple[str, dict[str, int]]] | None = None
 
 
-RULES["linear"], CANDIDATES["linear"] = linear_tile, linear_tiles
-RULES["moe_experts"], CANDIDATES["moe_experts"] = moe_experts_tile, moe_experts_tiles
-
-
-def _attention_decode(shape: Shape, arch: str) -> Tile:
-    """Split the keys so that two programs run on each unit; the merge reads a float for each 128 keys' at most.
-
-    `vectors`: query vectors of a tile; `groups`: key/value heads; `d`: padded head size; `bytes` of a page's number.
-    """
-    wanted = 2 * shape["units"] // max(1, shape["rows"] * shape["groups"])
-    splits = min(256, 1 << max(wanted, 1).bit_length() - 1)
-    keys = max(16, min(128, 16384 // (shape["d"] * shape["bytes"])))
-    if shape["bytes"] == 4:  # for proofs, not for speed
-        return {"SPLITS": splits, "BLOCK_N": 16, "KEY": 1, "num_warps": 4, "num_stages": 1}
-    stages = 1 if arch.startswith("gfx") else 3
-    return {"SPLITS": splits, "BLOCK_N": keys, "KEY": 1, "num_warps": 4, "num_stages": stages}
-
-
-RULES["attention_decode"] = _attention_decode
 RULES["attention_decode"], CANDIDATES["attention_decode"] = attention_decode_tile, attention_decode_tiles
 RULES["gdn_chunk"], CANDIDATES["gdn_chunk"] = gdn_scan_tile, gdn_tiles
 RULES["gdn_decode"], CANDIDATES["gdn_decode"] = gdn_decode_tile, gdn_tiles
 RULES["gdn_step"], CANDIDATES["gdn_step"] = gdn_step_tile, gdn_step_tiles
 RULES["gdn_step_drafts"], CANDIDATES["gdn_step_drafts"] = gdn_scan_tile, gdn_tiles
+RULES["linear"], CANDIDATES["linear"] = linear_tile, linear_tiles
+RULES["moe_experts"], CANDIDATES["moe_experts"] = moe_experts_tile, moe_experts_tiles

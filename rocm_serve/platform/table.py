@@ -37,6 +37,7 @@ PROVIDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "moe_experts": ("reference", "aiter", "triton"),
         "quantise_rows": ("reference", "triton"),
         "qk_norm_rope": ("reference", "hip", "triton"),
+        "qk_norm_rope_kv_write": ("reference", "triton"),
         "kv_write": ("reference", "aiter", "triton"),
         "attention_prefill": ("reference", "aiter", "triton"),
         "attention_decode": ("reference", "aiter", "triton"),

@@ -20,6 +20,7 @@ from rocm_serve.ops.bind import OPS, bind_ops
 from rocm_serve.ops.gdn_cases import committing, gdn_case
 from rocm_serve.ops.gdn_step.cases import step_case
 from rocm_serve.ops.inputs import normal
+from rocm_serve.ops.qk_norm_rope_kv_write.cases import qkv_case
 from tests.ops.layer_layout import as_in_the_layer
 from tests.ops.test_references import copied, error
 
@@ -28,6 +29,7 @@ F32 = torch.float32
 SEQUENCE_OPS = (
     "kv_write",
     "qk_norm_rope",
+    "qk_norm_rope_kv_write",
     "causal_conv",
     "gdn_chunk",
     "gdn_decode",
@@ -65,6 +67,22 @@ def kv_write(g: G) -> list[float]:
 def qk_norm_rope(g: G) -> list[float]:
     names = ("no rows", "one row", "odd sizes", "all dimensions turn", "eps matters")
     return [e for name in names for e in errors("qk_norm_rope", case("qk_norm_rope", name, g))]
+
+
+def qk_norm_rope_kv_write(g: G) -> list[float]:
+    """One head a program, and four."""
+    fused = importlib.import_module("rocm_serve.ops.qk_norm_rope_kv_write.triton")
+    found = []
+    for few, names in (
+        (512, ("no rows", "padded rows", "padded rows alone", "float32 pages")),
+        (0, ("one row", "padded rows", "all dimensions turn", "eps matters")),
+    ):
+        with mock.patch.object(fused, "_FEW_ROWS", few):
+            found += [
+                e for name in names for e in errors("qk_norm_rope_kv_write", case("qk_norm_rope_kv_write", name, g))
+            ]
+    made = qkv_case(g, F32, t=6, heads=3, kv_heads=1, d=20, rotated=6, page_size=5)
+    return found + errors("qk_norm_rope_kv_write", made)
 
 
 def causal_conv(g: G) -> list[float]:
@@ -195,6 +213,7 @@ CHECKS: Mapping[str, Callable[[G], list[float]]] = {
     for check in (
         kv_write,
         qk_norm_rope,
+        qk_norm_rope_kv_write,
         causal_conv,
         gdn_decode,
         gdn_step,

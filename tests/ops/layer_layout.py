@@ -10,6 +10,7 @@ import torch
 CUT = {
     "kv_write": ("v_NGD",),
     "qk_norm_rope": ("k_TGD",),
+    "qk_norm_rope_kv_write": ("qkv_TC",),
     "causal_conv": ("u_TC",),
     "gdn_decode": ("q_ThK", "k_ThK", "v_THV", "a_TH", "b_TH"),
     "gdn_step": ("u_TC", "a_TH", "b_TH", "z_THV"),

@@ -161,6 +161,35 @@ def kv_write(
     return out[0], out[0], out[1]
 
 
+def qk_norm_rope_kv_write(
+    qkv_TC: Any,
+    q_weight_D: Any,
+    k_weight_D: Any,
+    cos_PR: Any,
+    sin_PR: Any,
+    positions_T: Any,
+    k_pages_PSGD: Any,
+    v_pages_PSGD: Any,
+    index_N: Any,
+    *,
+    eps: float,
+    k_scale: float,
+    v_scale: float,
+) -> Outputs:
+    groups, d = k_pages_PSGD.shape[2:]
+    heads = qkv_TC.shape[1] // (2 * d) - groups
+    first_key, first_value = 2 * heads * d, (2 * heads + groups) * d
+    q = torch.stack([qkv_TC[:, 2 * h * d : (2 * h + 1) * d] for h in range(heads)], 1)
+    k, v = (
+        torch.stack([qkv_TC[:, at + j * d : at + (j + 1) * d] for j in range(groups)], 1)
+        for at in (first_key, first_value)
+    )
+    turned, keys = qk_norm_rope(q, k, q_weight_D, k_weight_D, cos_PR, sin_PR, positions_T, eps=eps)
+    keys = keys.to(qkv_TC.dtype)
+    pages = kv_write(keys, v, k_pages_PSGD, v_pages_PSGD, index_N, k_scale=k_scale, v_scale=v_scale)
+    return (turned, *pages[1:])
+
+
 def attention(
     q_THD: Any,
     k_pages_PSGD: Any,
@@ -304,6 +333,7 @@ ORACLES: Mapping[str, Callable[..., Outputs]] = {
     "moe_route": moe_route,
     "moe_experts": moe_experts,
     "qk_norm_rope": qk_norm_rope,
+    "qk_norm_rope_kv_write": qk_norm_rope_kv_write,
     "kv_write": kv_write,
     "attention_prefill": attention,
     "attention_decode": attention,

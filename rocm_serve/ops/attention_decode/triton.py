@@ -79,6 +79,21 @@ def _product(left, right, total, KEY: tl.constexpr):
 
 
 @triton.jit
+def _probabilities(s, is_first, peak_M, total, KEY: tl.constexpr, DOT: tl.constexpr):
+    """Return what a block of scores adds to the running softmax, and by how much what was there shrinks.
+
+    `total` is summed over the keys when all blocks are done.
+    """
+    higher_M = tl.maximum(peak_M, tl.max(s, KEY))
+    base_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)  # a row may see no key of its split
+    p = tl.exp2(s - tl.expand_dims(base_M, KEY))
+    shrink = tl.expand_dims(tl.exp2(peak_M - base_M), KEY)
+    rounded = p.to(DOT)
+    parts = tl.where(is_first, rounded, (p - rounded.to(tl.float32)).to(DOT))
+    return parts, shrink, higher_M, total * shrink + p
+
+
+@triton.jit
 def _vectors(vector, start, n, group, SHARED: tl.constexpr, ROWS: tl.constexpr):
     """Return the row and the head of query vectors, and which of them there are."""
     row = start + vector // SHARED
@@ -110,15 +125,13 @@ def decode_attention_kernel(
     """ROWS rows of one sequence with the r query heads of one key/value head, over one split of the keys.
 
     Every query vector stands twice in a tile: matrix instructions have 16 rows or more, and r is 8 in the models. The
-    first half meets probabilities rounded to DOT, the second what the rounding lost; their sum is exact for the
-    price of one. KEY is the axis of the keys in a tile of scores: 1, or 0 for instructions whose first factor has 64
-    rows. FP8: the dtype of such pages, whose values come as int16 pairs. Scores count in powers of two. With splits
-    `out` is fp32 [T, s, H, D], not yet divided by the sums of probabilities; these go to `totals`, the largest scores
-    to `peaks`, both [T, s, H].
+    first half meets probabilities rounded to DOT, the second what the rounding lost: exact, for the price of one. KEY:
+    axis of the keys in a tile of scores, 1, or 0 for instructions whose first factor has 64 rows. FP8: dtype of such
+    pages, whose values come as int16 pairs. Scores count in powers of two. With splits `out` is fp32 [T, s, H, D], not
+    yet divided by the sums of probabilities; these go to `totals`, the largest scores to `peaks`, both [T, s, H].
     """
     split, start = tl.program_id(0) % splits, tl.program_id(0) // splits * ROWS
-    group, groups = tl.program_id(1), tl.num_programs(1)
-    b = tl.program_id(2)
+    group, groups, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
     first = tl.load(row_starts + b)
     n = tl.load(row_starts + b + 1) - first
     if start >= n:
@@ -136,9 +149,8 @@ def decode_attention_kernel(
     position = tl.expand_dims(context + tl.minimum(row, n - 1), KEY)
     peak_M = tl.full((2 * BLOCK_Q,), float("-inf"), dtype=tl.float32)
     zeros = tl.zeros((2 * BLOCK_Q, BLOCK_N) if KEY == 1 else (BLOCK_N, 2 * BLOCK_Q), dtype=tl.float32)
-    total = zeros
     o_1 = tl.zeros((2 * BLOCK_Q, BLOCK_D // 2) if KEY == 1 else (BLOCK_D // 2, 2 * BLOCK_Q), dtype=tl.float32)
-    o_2 = o_1
+    total, o_2 = zeros, o_1
     for block in range(split * span, stop, BLOCK_N):
         key = block + tl.arange(0, BLOCK_N)
         page = tl.load(table + b.to(tl.int64) * table_row + key // PAGE, mask=key < stop, other=0).to(tl.int64)
@@ -148,13 +160,8 @@ def decode_attention_kernel(
         v_1, v_2 = _values(v_pages, tl.expand_dims(kv_at, KEY), tl.expand_dims(key < stop, KEY), h, D, KEY, DOT, FP8)
         s = _product(x, k.to(DOT), zeros, KEY) * scale
         s = tl.where(tl.expand_dims(key, 1 - KEY) <= position, s, float("-inf"))
-        higher_M = tl.maximum(peak_M, tl.max(s, KEY))
-        base_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)  # a row may see no key of its split
-        p = tl.exp2(s - tl.expand_dims(base_M, KEY))
-        shrink = tl.expand_dims(tl.exp2(peak_M - base_M), KEY)
-        peak_M, total = higher_M, total * shrink + p
-        p_dot = tl.where(tl.expand_dims(m < BLOCK_Q, KEY), p.to(DOT), (p - p.to(DOT).to(tl.float32)).to(DOT))
-        o_1, o_2 = _product(p_dot, v_1, o_1 * shrink, KEY), _product(p_dot, v_2, o_2 * shrink, KEY)
+        p, shrink, peak_M, total = _probabilities(s, tl.expand_dims(m < BLOCK_Q, KEY), peak_M, total, KEY, DOT)
+        o_1, o_2 = _product(p, v_1, o_1 * shrink, KEY), _product(p, v_2, o_2 * shrink, KEY)
     row, head, is_vector = _vectors(tl.arange(0, BLOCK_Q), start, n, group, SHARED, ROWS)
     total_Q = tl.max(tl.reshape(tl.sum(total, KEY), (2, BLOCK_Q)), 0)  # both halves have the same
     if SPLIT:
@@ -253,8 +260,7 @@ def attention_decode(
         *(table, table.stride(0), before, splits, float(scale * k_scale * _LOG2_E), float(v_scale)),
         **{"PAGE": page_size, "SHARED": shared, "ROWS": rows, "SPLIT": splits > 1, "D": d, "BLOCK_D": block_d},
         **{"BLOCK_Q": block_q, "BLOCK_N": block_n, "KEY": chosen["KEY"], "DOT": dot, "FP8": fp8},
-        num_warps=chosen["num_warps"],
-        num_stages=chosen["num_stages"],
+        **{name: chosen[name] for name in ("num_warps", "num_stages")},
     )
     if splits > 1:
         block_s = triton.next_power_of_2(splits)
@@ -262,6 +268,5 @@ def attention_decode(
         merge_splits_kernel[(longest, heads * triton.cdiv(d, part_d), many)](
             *(target, peaks, totals, out_THD, *where, before, splits, heads, float(v_scale)),
             **{"BLOCK_S": block_s, "BLOCK_N": block_n, "D": d, "PART_D": part_d},
-            num_warps=4,
         )
     return out_THD

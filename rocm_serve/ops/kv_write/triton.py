@@ -12,7 +12,7 @@ _TILE = 1024  # elements: a wavefront of 64 then writes FP8 in pieces of 16 byte
 
 
 @triton.jit
-def _stored(x, scale, dtype: tl.constexpr, TOP: tl.constexpr):
+def stored(x, scale, dtype: tl.constexpr, TOP: tl.constexpr):
     """Return x as the pages hold it. TOP: the largest magnitude of FP8 pages, 0 for float pages.
 
     A comparison with NaN is false, so NaN stays NaN, as torch's clamp has it.
@@ -28,7 +28,7 @@ def kv_write_kernel(
     k, v, k_pages, v_pages, index, k_scale, v_scale, k_row, v_row, num_rows,
     WIDTH: tl.constexpr, K_TOP: tl.constexpr, V_TOP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of K and of V; those of negative places stay unwritten. `*_TOP`: see `_stored`."""
+    """Some rows of K and of V; those of negative places stay unwritten. `*_TOP`: see `stored`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     place = tl.load(index + row, mask=row < num_rows, other=-1)
@@ -36,9 +36,9 @@ def kv_write_kernel(
     to = place[:, None] * WIDTH + column
     from_row = row.to(tl.int64)[:, None]
     x = tl.load(k + from_row * k_row + column, mask=real, other=0.0).to(tl.float32)
-    tl.store(k_pages + to, _stored(x, k_scale, k_pages.dtype.element_ty, K_TOP), mask=real)
+    tl.store(k_pages + to, stored(x, k_scale, k_pages.dtype.element_ty, K_TOP), mask=real)
     x = tl.load(v + from_row * v_row + column, mask=real, other=0.0).to(tl.float32)
-    tl.store(v_pages + to, _stored(x, v_scale, v_pages.dtype.element_ty, V_TOP), mask=real)
+    tl.store(v_pages + to, stored(x, v_scale, v_pages.dtype.element_ty, V_TOP), mask=real)
 
 
 def kv_write(

@@ -13,32 +13,14 @@ _TILE = 1024  # elements: as many heads at a time as fit
 
 
 @triton.jit
-def _turn(
-    x,
-    weight,
-    cos,
-    sin,
-    out,
-    row,
-    first_head,
-    heads,
-    x_row,
-    x_head,
-    eps,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """Norm and turn some heads of one row. Each element is read with its partner, R away; past 2 R it is its own."""
-    head = first_head + tl.arange(0, BLOCK_H)[:, None]
+def turned(x, real, weight, cos, sin, eps, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Norm and turn the heads that begin at `x`, in fp32. Each element is read with its partner, R away; past 2 R it is
+    its own."""
     d = tl.arange(0, BLOCK_D)
     partner = tl.where(d < R, d + R, tl.where(d < 2 * R, d - R, d))
     exists = d < D
-    real = (head < heads) & exists[None, :]
-    at = x + row * x_row + head * x_head
-    own = tl.load(at + d[None, :], mask=real, other=0.0).to(tl.float32)
-    its = tl.load(at + partner[None, :], mask=real, other=0.0).to(tl.float32)
+    own = tl.load(x + d[None, :], mask=real, other=0.0).to(tl.float32)
+    its = tl.load(x + partner[None, :], mask=real, other=0.0).to(tl.float32)
     own_weight = tl.load(weight + d, mask=exists, other=0.0).to(tl.float32) + 1.0
     its_weight = tl.load(weight + partner, mask=exists, other=0.0).to(tl.float32) + 1.0
     angle = tl.where(d < R, d, d - R)
@@ -46,44 +28,30 @@ def _turn(
     s = tl.load(sin + angle, mask=d < 2 * R, other=0.0)
     s = tl.where(d < R, -s, s)
     scale = tl.rsqrt(tl.sum(own * own, 1) / D + eps)[:, None]
-    y = own * scale * own_weight[None, :] * c[None, :] + its * scale * its_weight[None, :] * s[None, :]
-    tl.store(out + (row * heads + head) * D + d[None, :], y.to(out.dtype.element_ty), mask=real)
+    return own * scale * own_weight[None, :] * c[None, :] + its * scale * its_weight[None, :] * s[None, :]
 
 
 @triton.jit
 def qk_norm_rope_kernel(
-    q,
-    k,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    positions,
-    q_out,
-    k_out,
-    eps,
-    q_heads,
-    k_heads,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    q, k, q_weight, k_weight, cos, sin, positions, q_out, k_out, eps, q_heads, k_heads, q_row, q_head, k_row, k_head,
+    D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """Some heads of one row: the blocks of query heads come first, then those of key heads."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks = tl.cdiv(q_heads, BLOCK_H)
     at = tl.load(positions + row) * R
+    d = tl.arange(0, BLOCK_D)[None, :]
     if block < q_blocks:
-        first = block * BLOCK_H
-        _turn(q, q_weight, cos + at, sin + at, q_out, row, first, q_heads, q_row, q_head, eps, D, R, BLOCK_D, BLOCK_H)
+        head = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        real = (head < q_heads) & (d < D)
+        y = turned(q + row * q_row + head * q_head, real, q_weight, cos + at, sin + at, eps, D, R, BLOCK_D)
+        tl.store(q_out + (row * q_heads + head) * D + d, y.to(q_out.dtype.element_ty), mask=real)
     else:
-        first = (block - q_blocks) * BLOCK_H
-        _turn(k, k_weight, cos + at, sin + at, k_out, row, first, k_heads, k_row, k_head, eps, D, R, BLOCK_D, BLOCK_H)
+        head = (block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        real = (head < k_heads) & (d < D)
+        y = turned(k + row * k_row + head * k_head, real, k_weight, cos + at, sin + at, eps, D, R, BLOCK_D)
+        tl.store(k_out + (row * k_heads + head) * D + d, y.to(k_out.dtype.element_ty), mask=real)
 
 
 def qk_norm_rope(
