@@ -1,6 +1,7 @@
 """Decode on one GPU beside its floor.
 
     python -m evals.bench_gpu decode [--shape q35tp1 q38tp8] [--batch 1 16 ...] [--ctx 1024 ...] [--levels ops step]
+    python -m evals.bench_gpu table|plot --json FILE [--plot FILE]        of an earlier run
 
 Floors are counted bytes and operations over the larger of the ceilings that this run measures and those known. Every
 op is held against the reference before it is timed. What was found so far is printed and written as it comes; when the
@@ -24,7 +25,7 @@ import torch
 from evals.bench_gpu import op_level, stage, step_level
 from evals.bench_gpu.machine import describe
 from evals.bench_gpu.plot import svg
-from evals.bench_gpu.records import Failure, OpRecord, Run, StepRecord, op_line, step_line, table
+from evals.bench_gpu.records import Failure, OpRecord, Run, StepRecord, markdown, op_line, step_line, table
 from rocm_serve.config.load import parse_ops
 from rocm_serve.errors import UserError
 from rocm_serve.executor.loading import MODEL_DTYPES, LoadedStage, dialect_of
@@ -241,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m evals.bench_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("part", choices=("decode", "plot"))
+    made.add_argument("part", choices=("decode", "plot", "table"))
     made.add_argument("--shape", nargs="+", choices=tuple(SHAPES), default=["q35tp1", "q38tp8"])
     made.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
     made.add_argument("--ctx", nargs="+", type=int, default=list(CONTEXTS))
@@ -263,8 +264,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    if arguments.part == "plot":
-        return _plot(arguments)
+    if arguments.part != "decode":
+        return _show(arguments)
     try:
         arguments.op = parse_ops(arguments.op)
         device = stage.device_here()
@@ -287,12 +288,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(run.run.failures) or not all(one.right for one in run.run.ops))
 
 
-def _plot(arguments: argparse.Namespace) -> int:
-    if arguments.json is None or arguments.plot is None:
-        print("bench_gpu: plot reads --json FILE and writes --plot FILE", file=sys.stderr)
+def _show(arguments: argparse.Namespace) -> int:
+    """Draw or write out what an earlier run found."""
+    if arguments.json is None or (arguments.part == "plot" and arguments.plot is None):
+        print("bench_gpu: plot and table read --json FILE, and plot writes --plot FILE", file=sys.stderr)
         return 2
     run = msgspec.json.decode(arguments.json.read_bytes(), type=Run)
-    arguments.plot.write_text(svg(run.steps, _title(run)))
+    if arguments.part == "plot":
+        arguments.plot.write_text(svg(run.steps, _title(run)))
+    else:
+        print("\n".join(markdown(run)))
     return 0
 
 

@@ -141,3 +141,41 @@ def table(run: Run) -> list[str]:
         f"{len(run.ops)} ops, {len(wrong)} wrong{': ' if wrong else ''}{', '.join(wrong)}; {len(run.steps)} steps"
     )
     return lines
+
+
+def markdown(run: Run) -> list[str]:
+    """Write the tables of docs/performance.md: steps, then ops."""
+    gpu, ceilings = run.machine["gpu"], ", ".join(f"{x / 1e12:.4g}" for x in run.measured_ceilings)
+    lines = [
+        f"{gpu}, {run.machine['date']}, commit {run.machine['commit']}, sources {run.machine['sources']},"
+        f" {run.machine['packages']}; measured: copy TB/s, bf16 TF, FP8 TF {ceilings}; `{run.command}`",
+        "",
+        "| shape, ctx | B | step, ms | device alone | without graphs | floor | reached | uniform routing | reached"
+        " | experts a layer (uniform) | vLLM 0.26 | times faster |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    points: dict[tuple[str, int, int], dict[str, StepRecord]] = {}
+    for one in run.steps:
+        points.setdefault((one.shape, one.context, one.batch), {})[one.mode] = one
+    for (shape, context, batch), modes in points.items():
+        one = modes.get("graphs") or modes["eager"]
+        vllm = VLLM_MS.get(shape, {}).get((batch, context))
+        device = "" if one.device_ms is None else f"{one.device_ms:.3f}"
+        eager = f"{modes['eager'].wall_ms:.3f}" if "eager" in modes else ""
+        graphs = f"{one.wall_ms:.3f}" if one.mode == "graphs" else ""
+        beside = "| |" if vllm is None else f"{vllm:.2f} | {vllm / one.wall_ms:.2f} |"
+        lines.append(
+            f"| {shape}, {context} | {batch} | {graphs} | {device} | {eager} | {one.floor_ms:.3f} | {one.ratio:.2f}"
+            f" | {one.uniform_floor_ms:.3f} | {one.uniform_ratio:.2f} | {one.distinct:.1f} ({one.uniform_distinct:.1f})"
+            f" | {beside}"
+        )
+    lines += ["", "| shape | op | size | provider | us | floor, us | reached | relative L2 | others, us |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for op in run.ops:
+        peers = ", ".join(f"{name} {us:.1f}" for name, us in op.peers.items())
+        word = "" if op.right else " WRONG"
+        lines.append(
+            f"| {op.shape} | {op.op} | {op.what} | {op.provider} | {op.us:.1f} | {op.floor_us:.1f} | {op.ratio:.2f}"
+            f" | {op.error:.1e}{word} | {peers} |"
+        )
+    return lines

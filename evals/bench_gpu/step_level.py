@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from rocm_serve.executor.decode import DecodeSteps
@@ -23,7 +24,6 @@ T = TypeVar("T")
 
 WARM_UP_STEPS = 6
 TIMED_STEPS = 40
-_FIRST_TOKEN = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +39,29 @@ class StepFinding:
 
 
 class Decoding:
-    """B requests of `context` tokens each in a runner's table and caches, decoding greedily from there."""
+    """B requests of `context` tokens each in a runner's table and caches, decoding greedily from there.
 
-    def __init__(self, runner: StageRunner, batch: int, context: int, steps: int, first_rid: int) -> None:
+    What is drawn is kept in `drawn`, but the next tokens are random ones: a random model may draw few different tokens,
+    and rows that are alike choose the same experts.
+    """
+
+    def __init__(
+        self, runner: StageRunner, vocabulary: int, batch: int, context: int, steps: int, first_rid: int
+    ) -> None:
         page = runner.cache.page_size
         self.runner = runner
         self._context = context
         self._rids = range(first_rid, first_rid + batch)
-        self.tokens = [_FIRST_TOKEN] * batch
+        self.drawn: list[int] = []
+        self._vocabulary = vocabulary
+        self._random = np.random.default_rng(first_rid)
         self._seq = 0
         pages = -(-(context + steps + 1) // page)
         held = next(iter(runner.cache.k_pages.values())).shape[0]
         slots = next(iter(runner.cache.ssm.values())).shape[0] - 1
         assert batch * pages <= held and batch <= slots, f"{batch} requests of {pages} pages do not fit"
-        order = torch.randperm(held)[: batch * pages].view(batch, pages).tolist()
-        self._slots = (1 + torch.randperm(slots)[:batch]).tolist()
+        order = self._random.permutation(held)[: batch * pages].reshape(batch, pages).tolist()
+        self._slots = (1 + self._random.permutation(slots)[:batch]).tolist()
         self.position = context
         # One prompt for all: what is cached is random, so nothing is computed from it.
         prompt = (0,) * context
@@ -67,13 +75,14 @@ class Decoding:
 
     def plan(self) -> Plan:
         """Make the plan of the next step."""
+        tokens = self._random.integers(0, self._vocabulary, len(self._rids)).tolist()
         at, self._seq = self.position, self._seq + 1
         self.position += 1
         return Plan(
             self._seq,
             tuple(
                 Work(rid, at, 1, True, True, slot, tokens=(token,))
-                for rid, slot, token in zip(self._rids, self._slots, self.tokens, strict=True)
+                for rid, slot, token in zip(self._rids, self._slots, tokens, strict=True)
             ),
         )
 
@@ -84,7 +93,7 @@ class Decoding:
         result = self.runner.step(plan, None)
         taken = time.perf_counter() - start
         assert isinstance(result, StepResult)
-        self.tokens = [one.tokens[-1] for one in result.sampled]
+        self.drawn = [one.tokens[-1] for one in result.sampled]
         return taken
 
     def release(self) -> None:
@@ -198,7 +207,7 @@ def measure(
 ) -> StepFinding:
     """Measure one point. Errors: SamplingFailed when logits are not finite; UserError of a capture."""
     plain = stepper(stage, runner, batch, captured=False)
-    decoding = Decoding(plain.runner, batch, context, WARM_UP_STEPS + steps + 4, first_rid)
+    decoding = Decoding(plain.runner, stage.facts.vocab_size, batch, context, WARM_UP_STEPS + steps + 4, first_rid)
     distinct = distinct_experts(stage, decoding)
     chosen = stepper(stage, runner, batch, captured=True) if captured else plain
     decoding.runner = chosen.runner

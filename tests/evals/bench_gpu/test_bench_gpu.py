@@ -31,7 +31,7 @@ def _bench() -> Bench:
     return Bench(SHAPES["tiny"], rank.ops, rank.device, torch.float32, torch.float8_e4m3fn, 3)
 
 
-def test_steps_of_a_tiny_model_are_measured_and_written(tmp_path: Path) -> None:
+def test_steps_of_a_tiny_model_are_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, drawing = tmp_path / "run.json", tmp_path / "run.svg"
     command = [*TINY, "--levels", "step", "--modes", "eager", "--json", str(file), "--plot", str(drawing)]
     assert main(command) == 0
@@ -43,6 +43,10 @@ def test_steps_of_a_tiny_model_are_measured_and_written(tmp_path: Path) -> None:
     assert step.floor_ms == pytest.approx(sum(step.parts_ms.values()))
     assert 2 <= step.distinct <= 4, "two rows choose two of eight experts each"
     assert drawing.read_text().count("<polyline") == 1
+    capsys.readouterr()
+    assert main(["table", "--json", str(file)]) == 0
+    assert f"| tiny, 40 | 2 |  |  | {step.wall_ms:.3f} |" in capsys.readouterr().out
+    assert main(["plot", "--json", str(file)]) == 2
 
 
 class _Repeats:
@@ -68,15 +72,14 @@ def test_captured_steps_touch_no_more_experts_and_draw_the_tokens_of_plain_ones(
     drawn: dict[bool, list[list[int]]] = {True: [], False: []}
     loaded = stage.load(stage.rank_of("tiny", running=4, longest=128), 3)
     for captured in (True, False):
-        torch.manual_seed(1)
         runner = loaded.runner(num_pages=24, num_slots=4)
         step_level.randomise(runner.cache, torch.Generator().manual_seed(1))
         chosen = step_level.stepper(loaded, runner, 2, captured=captured)
         assert (chosen.graphs is not None) == captured
-        decoding = step_level.Decoding(chosen.runner, 2, 40, 8, 0)
+        decoding = step_level.Decoding(chosen.runner, 512, 2, 40, 8, 0)
         for _ in range(3):
             decoding.step()
-            drawn[captured].append(decoding.tokens)
+            drawn[captured].append(decoding.drawn)
     assert drawn[True] == drawn[False]
     found = step_level.measure(loaded, runner, 2, 40, 99, captured=True, steps=3)
     assert found.wall > 0 and len(found.distinct) == 4
