@@ -47,8 +47,17 @@ def tile(kernel: str, shape: Shape, arch: str) -> Tile:
     """Return the tile of `kernel` for this shape. Errors: KeyError for a kernel that no rule knows."""
     if _watching is not None:
         _watching.append((kernel, bucketed(shape)))
-    found = _forced.get(kernel) or tuned_table(arch).get(kernel, {}).get(shape_key(shape))
-    return dict(found) if found is not None else by_rule(kernel, shape, arch)
+    if kernel in _forced:
+        return dict(_forced[kernel])
+    return dict(_chosen(kernel, arch, tuple(shape.items())))
+
+
+@cache
+def _chosen(kernel: str, arch: str, sizes: tuple[tuple[str, int], ...]) -> Tile:
+    """Return the tile of a launch: asked for at each, so it is looked for once."""
+    shape = dict(sizes)
+    found = tuned_table(arch).get(kernel, {}).get(shape_key(shape))
+    return found if found is not None else by_rule(kernel, shape, arch)
 
 
 def by_rule(kernel: str, shape: Shape, arch: str) -> Tile:
@@ -88,6 +97,12 @@ def user_folder(environ: Mapping[str, str]) -> Path:
     """Return $XDG_CACHE_HOME/rocm_serve/tuned, ~/.cache by default."""
     home = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or tempfile.gettempdir()) / ".cache")
     return Path(home) / "rocm_serve" / "tuned"
+
+
+def forget() -> None:
+    """Read the tables anew when they are next asked for."""
+    tuned_table.cache_clear()
+    _chosen.cache_clear()
 
 
 @contextmanager

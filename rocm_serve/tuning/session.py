@@ -69,7 +69,7 @@ class Session:
         """Write a winner at once: a run may be cut short."""
         self.outcomes.append(one)
         write_table(self.out, merged(read_table(self.out), one, LEAST_GAIN))
-        tiles.tuned_table.cache_clear()
+        tiles.forget()
         self.say(words(one))
         if self.report is not None:
             gpu = gpus_seen_by_torch()

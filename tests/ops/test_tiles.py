@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -13,6 +14,13 @@ from rocm_serve.ops import tiles
 @pytest.mark.parametrize(("rows", "bucket"), [(0, 1), (1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (129, 256)])
 def test_rows_are_rounded_up_to_a_power_of_two(rows: int, bucket: int) -> None:
     assert tiles.bucketed({"rows": rows, "k": 96}) == {"rows": bucket, "k": 96}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    tiles.forget()
+    yield
+    tiles._chosen.cache_clear()
 
 
 def test_a_tuned_tile_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,15 +48,15 @@ def test_a_users_table_goes_before_the_committed_one(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "rocm_serve" / "tuned" / "gfx_none.json"
     assert tiles.user_table("gfx_none") == file
-    tiles.tuned_table.cache_clear()
+    tiles.forget()
     try:
         assert tiles.tuned_table("gfx_none") == {}
-        tiles.tuned_table.cache_clear()
+        tiles.forget()
         file.parent.mkdir(parents=True)
         file.write_text('{"one_kernel": {"rows=8": {"BM": 32}}}')
         assert tiles.tile("one_kernel", {"rows": 7}, "gfx_none") == {"BM": 32}
     finally:
-        tiles.tuned_table.cache_clear()
+        tiles.forget()
 
 
 def test_a_tile_is_forced_in_a_block_only_and_what_is_asked_for_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
