@@ -16,6 +16,7 @@ from evals.gfx.registry import Arch, Trial, fp8_dtype
 from rocm_serve.ops.contract import Arguments
 from rocm_serve.ops.fp8 import BLOCK, fp8_max
 from rocm_serve.ops.inputs import normal
+from rocm_serve.ops.shared_expert_add.cases import shared_case
 from rocm_serve.ops.sigmoid_mul.cases import sigmoid_mul_heads_case
 
 _BF16 = torch.bfloat16
@@ -182,6 +183,11 @@ TRIALS: tuple[Trial, ...] = (
     _trial("sigmoid_mul", "gates beside heads", partial(_sigmoid_heads, rows=3, heads=3, d=256), _SIGMOID),
     _trial(
         "sigmoid_mul", "5 x 2056, a gate a row", partial(_sigmoid, rows=5, width=2056, gates=1), "sigmoid_mul_kernel"
+    ),
+    _trial("shared_expert_add", "3 x 200", partial(_shared, rows=3, width=200), "shared_expert_add_kernel"),
+    _trial("shared_expert_add", "3 x 51", partial(_shared, rows=3, width=51), "shared_expert_add_kernel", odd=True),
+    _trial(
+        "shared_expert_add", "3 x 8192", partial(_shared, rows=3, width=8192), "shared_expert_add_kernel", real=True
     ),
     _trial("linear", "5 x 80 x 136", partial(_linear, rows=5, k=80, n=136), "linear_kernel"),
     _trial("linear", "67 x 80 x 40", partial(_linear, rows=67, k=80, n=40), "linear_kernel"),

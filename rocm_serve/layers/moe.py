@@ -16,7 +16,7 @@ from torch import nn
 from rocm_serve.layers.linear import Linear
 from rocm_serve.layers.mlp import GatedMLP
 from rocm_serve.layers.weights import OpWeights, Weights
-from rocm_serve.ops.bind import BoundOps
+from rocm_serve.ops.bind import REFERENCE, BoundOps
 from rocm_serve.parallel.comm import Comm
 from rocm_serve.parallel.exchange.contract import Dispatched, ExchangeSpec, ExpertExchange
 from rocm_serve.parallel.exchange.local import LocalExchange
@@ -103,6 +103,7 @@ class SparseMoe(nn.Module):
 
     One completion: where the exchange's sums are partial, those of both halves are joined before the one all-reduce;
     where they are complete, the shared expert is whole and computed for a rank's own rows, and nothing is reduced.
+    Where a kernel is bound as shared_expert_add, it does the work of the shared expert's gate and of both sums.
     `observe`, when set, is called with the experts chosen, int32 [n, k], and how many of these rows are no padding:
     on every rank with its own rows where they are scattered, else with all rows.
     """
@@ -131,6 +132,10 @@ class SparseMoe(nn.Module):
         self.renormalise = renormalise
         self.observe: Callable[[torch.Tensor, int | torch.Tensor], None] | None = None
         fp8 = self.experts.gate_up_proj_scale_inv is not None and ops.fp8_activation == "fp8_1x128"
+        by_parts = (
+            ops.providers["shared_expert_add"].name == REFERENCE or self.shared_expert_gate.weight_scale_inv is not None
+        )
+        self._with_shared = self._with_shared_by_parts if by_parts else self._with_shared_at_once
         self.sends_fp8 = fp8 and self.exchange.scattered  # half the bytes, and the experts would quantise them anyway
 
     def forward(self, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> torch.Tensor:
@@ -146,11 +151,24 @@ class SparseMoe(nn.Module):
         slots_nk = ids_nk if self.slots is None else self.slots(ids_nk)
         sent = exchange.dispatch(rows_nH, scales, slots_nk, weights_nk, live)
         routed_nH = exchange.combine(self.experts(sent, own_nH.dtype), sent)
-        shared_nH = self.ops.sigmoid_mul(self.shared_expert.partial(own_nH), self.shared_expert_gate(own_nH))
-        out_nH = routed_nH + shared_nH
+        out_nH = self._with_shared(routed_nH, self.shared_expert.partial(own_nH), own_nH)
         if not exchange.complete:
             out_nH = self.comm.all_reduce(out_nH)
         return exchange.gather(out_nH, x_TH.shape[0], num_rows) if exchange.scattered else out_nH
+
+    def run_by_parts(self) -> None:
+        """Leave shared_expert_add alone from now on, so that each part's result can be seen."""
+        self._with_shared = self._with_shared_by_parts
+
+    def _with_shared_by_parts(
+        self, routed_nH: torch.Tensor, shared_nH: torch.Tensor, x_nH: torch.Tensor
+    ) -> torch.Tensor:
+        return routed_nH + self.ops.sigmoid_mul(shared_nH, self.shared_expert_gate(x_nH))
+
+    def _with_shared_at_once(
+        self, routed_nH: torch.Tensor, shared_nH: torch.Tensor, x_nH: torch.Tensor
+    ) -> torch.Tensor:
+        return self.ops.shared_expert_add(routed_nH, shared_nH, x_nH, self.shared_expert_gate.weight)
 
 
 def local_exchange(experts: RoutedExperts, weights: Weights, comm: Comm, top_k: int) -> LocalExchange:

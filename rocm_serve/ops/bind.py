@@ -27,6 +27,7 @@ from rocm_serve.ops import (
     quantise_rows,
     rms_norm,
     sampling,
+    shared_expert_add,
     sigmoid_mul,
     silu_mul,
 )
@@ -43,6 +44,7 @@ _ALL = (
     fp8_linear.OP,
     silu_mul.OP,
     sigmoid_mul.OP,
+    shared_expert_add.OP,
     moe_route.OP,
     moe_experts.OP,
     quantise_rows.OP,
@@ -96,6 +98,7 @@ class BoundOps:
     fp8_linear: OpFunction
     silu_mul: OpFunction
     sigmoid_mul: OpFunction
+    shared_expert_add: OpFunction
     moe_route: OpFunction
     moe_experts: OpFunction
     quantise_rows: OpFunction

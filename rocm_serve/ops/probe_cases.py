@@ -26,6 +26,7 @@ from rocm_serve.ops.qk_norm_rope_kv_write.cases import qkv_case
 from rocm_serve.ops.quantise_rows.cases import quantise_case
 from rocm_serve.ops.rms_norm.cases import norm_case
 from rocm_serve.ops.sampling.cases import draw_case, sum_case
+from rocm_serve.ops.shared_expert_add.cases import shared_case
 from rocm_serve.ops.sigmoid_mul.cases import sigmoid_mul_case, sigmoid_mul_heads_case
 from rocm_serve.ops.silu_mul.cases import silu_mul_case
 
@@ -100,6 +101,12 @@ def _sigmoid_muls(facts: OpFacts) -> Cases:
                 f"{t} x {facts.hidden_size}, one gate a row",
                 partial(sigmoid_mul_case, t=t, h=facts.hidden_size, gate=1),
             )
+
+
+def _shared_adds(facts: OpFacts) -> Cases:
+    if facts.num_experts:
+        for t in _counts(facts, _FEW_ROWS):
+            yield f"{t} x {facts.hidden_size}", partial(shared_case, t=t, h=facts.hidden_size)
 
 
 def _routes(facts: OpFacts) -> Cases:
@@ -297,6 +304,7 @@ _OF_OP: Mapping[str, Callable[[OpFacts], Cases]] = MappingProxyType(
         "fp8_linear": partial(_linears, fp8=True),
         "silu_mul": _silu_muls,
         "sigmoid_mul": _sigmoid_muls,
+        "shared_expert_add": _shared_adds,
         "moe_route": _routes,
         "moe_experts": _experts,
         "quantise_rows": _quantised,

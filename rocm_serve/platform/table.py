@@ -33,6 +33,7 @@ PROVIDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "fp8_linear": ("reference", "aiter", "triton"),
         "silu_mul": ("reference", "triton"),
         "sigmoid_mul": ("reference", "triton"),
+        "shared_expert_add": ("reference", "triton"),
         "moe_route": ("reference", "triton"),
         "moe_experts": ("reference", "aiter", "triton"),
         "quantise_rows": ("reference", "triton"),

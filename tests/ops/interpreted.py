@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -107,6 +108,20 @@ def sigmoid_mul(g: torch.Generator) -> list[float]:
     )
 
 
+def shared_expert_add(g: torch.Generator) -> list[float]:
+    """Columns of a row in several programs, more of a row than is multiplied at once, and rows that have one each."""
+    from rocm_serve.ops.shared_expert_add import triton
+    from rocm_serve.ops.shared_expert_add.cases import shared_case
+
+    found = []
+    for rows, width, few in ((3, 1100, 64), (2, 2100, 64), (3, 2100, 2)):
+        made = shared_case(g, F32, t=rows, h=width)
+        made |= {name: wide(made[name]) for name in ("routed_TH", "shared_TH", "x_TH")}
+        with mock.patch.object(triton, "_FEW_ROWS", few):
+            found += errors("shared_expert_add", triton.shared_expert_add, made)
+    return found
+
+
 def quantise_rows(g: torch.Generator) -> list[float] | str:
     from rocm_serve.ops.triton_common.triton import quantise_rows as provider
 
@@ -176,6 +191,7 @@ LIMITS: dict[str, float] = dict.fromkeys(
         "gated_rms_norm",
         "silu_mul",
         "sigmoid_mul",
+        "shared_expert_add",
         "quantise_rows",
         "linear",
         "fp8_linear",

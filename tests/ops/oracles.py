@@ -85,6 +85,11 @@ def sigmoid_mul(x_TH: Any, gate: Any) -> Outputs:
     return (x_TH.double() * sigmoid(gate.double()),)
 
 
+def shared_expert_add(routed_TH: Any, shared_TH: Any, x_TH: Any, gate_weight_1H: Any) -> Outputs:
+    opening_T1 = sigmoid((x_TH.double() * gate_weight_1H.double()).sum(1, keepdim=True))
+    return (routed_TH.double() + shared_TH.double() * opening_T1,)
+
+
 def moe_route(logits_TE: Any, *, top_k: int, renormalise: bool) -> Outputs:
     ids, weights = [], []
     for row in logits_TE.double():
@@ -330,6 +335,7 @@ ORACLES: Mapping[str, Callable[..., Outputs]] = {
     "fp8_linear": fp8_linear,
     "silu_mul": silu_mul,
     "sigmoid_mul": sigmoid_mul,
+    "shared_expert_add": shared_expert_add,
     "moe_route": moe_route,
     "moe_experts": moe_experts,
     "qk_norm_rope": qk_norm_rope,
