@@ -21,7 +21,7 @@ def gated_rms_norm(
         raise ValueError(f"gated_rms_norm knows the activations silu and sigmoid, not {activation!r}")
     t, heads, width = x_THD.shape
     x, gate = (z if z.stride(-1) == 1 else z.contiguous() for z in (x_THD, gate_THD))
-    y_THD = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    y_THD = torch.empty_like(gate, memory_format=torch.contiguous_format)
     if y_THD.numel():
         tile = whole_row_tile(width)
         gated_rms_norm_kernel[(blocks(t * heads, tile["ROWS"]),)](

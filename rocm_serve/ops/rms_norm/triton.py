@@ -12,7 +12,7 @@ from rocm_serve.ops.triton_common.triton import blocks, rows_of, whole_row_tile
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, *, eps: float, plus_one: bool) -> torch.Tensor:
     """Normalise each row by its root mean square and scale it. Shapes: x [..., H], weight [H] -> [..., H]."""
     x = rows_of(x_TH)
-    y_TH = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
+    y_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
     _launch(x, None, weight_H, y_TH, eps, plus_one)
     return y_TH
 
@@ -22,7 +22,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Add `x` to the residual stream in place and return the norm of the sum. Shapes: x, residual [T, H] -> [T, H]."""
     assert residual_TH.stride(-1) == 1, "the residual stream is written in place: its rows must be contiguous"
-    y_TH = torch.empty(residual_TH.shape, dtype=residual_TH.dtype, device=residual_TH.device)
+    y_TH = torch.empty_like(residual_TH, memory_format=torch.contiguous_format)
     _launch(rows_of(x_TH), residual_TH, weight_H, y_TH, eps, plus_one)
     return y_TH
 

@@ -28,7 +28,7 @@ def arch() -> str:
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """Return `x` as [rows, width] whose rows are contiguous: a view where its strides allow that, else a copy."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.shape[1] == 1 or flat.stride(1) == 1 else flat.contiguous()
 
 
