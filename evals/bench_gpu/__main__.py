@@ -126,7 +126,7 @@ def ops_of_shape(run: Measuring, name: str) -> None:
 
 def _points_of_steps(batches: Sequence[int]) -> list[Point]:
     """Name the calls of a step whose kernels have a tile for each batch."""
-    names = ("experts", "attention", "step", "conv", "head", "norms", "route")
+    names = ("experts", "attention", "step", "conv", "head", "norms", "route", "qk", "shared_add")
     more: dict[str, dict[str, int]] = {"attention": {"context": 1024}, "norms": {"residual": True}}
     return [Point(name, {"rows": rows, **more.get(name, {})}) for name in names for rows in batches]
 

@@ -44,6 +44,8 @@ def op_points(batches: Sequence[int], contexts: Sequence[int], many: Sequence[in
         yield partial(cases.head, rows=rows)
         yield partial(cases.conv, rows=rows)
         yield partial(cases.route, rows=rows)
+        yield partial(cases.qk, rows=rows)
+        yield partial(cases.shared_add, rows=rows)
         yield partial(cases.norms, rows=rows, residual=True)
     for context in contexts:
         for rows in ordered:

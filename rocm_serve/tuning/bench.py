@@ -55,6 +55,7 @@ def op_of(point: Point) -> str:
     """Name the op that a case calls first."""
     names = {"experts": "moe_experts", "attention": "attention_decode", "step": "gdn_step", "gdn": "gdn_decode"}
     names |= {"conv": "causal_conv", "route": "moe_route", "head": "linear", "norms": "add_rms_norm"}
+    names |= {"qk": "qk_norm_rope_kv_write", "shared_add": "shared_expert_add"}
     return names.get(point.case, point.case)
 
 

@@ -348,6 +348,48 @@ def kv_write(bench: Bench, rows: int) -> Case:
     )
 
 
+def qk(bench: Bench, rows: int, context: int = 0) -> Case:
+    """Norms and rotation of queries and keys, and keys and values into pages in random order, in one."""
+    d, eps = bench.dims, 1e-6
+    cost = floor.qk(d, rows)
+    sets = bench.sets(cost.nbytes)
+    width = 2 * (d.heads + d.kv_heads) * d.head_dim
+    qkv = [bench.rows(rows, width) for _ in range(sets)]
+    norms = [bench.rows(d.head_dim, scale=0.3) for _ in range(2)]
+    angles = bench.rows(4096, d.head_dim // 8, dtype=torch.float32)
+    turn = angles.cos(), angles.sin()
+    positions = [bench.order(4096)[:rows] for _ in range(sets)]
+    pages = [bench.rows(-(-rows // PAGE) * sets, PAGE, d.kv_heads, d.head_dim) for _ in range(2)]
+    index = bench.order(len(pages[0]) * PAGE)[: sets * rows].view(sets, rows)
+
+    def call(op: OpFunction, i: int, into: list[torch.Tensor]) -> torch.Tensor:
+        return op(qkv[i], *norms, *turn, positions[i], *into, index[i], eps=eps)
+
+    def check() -> float:
+        held = [x.clone() for x in pages]
+        expected = call(bench.ops.table["qk_norm_rope_kv_write"].reference, 0, held)
+        got = call(bench.ops.qk_norm_rope_kv_write, 0, pages)
+        return max(relative(got, expected), *(relative(x, y) for x, y in zip(pages, held, strict=True)))
+
+    calls = [lambda i=i: call(bench.ops.qk_norm_rope_kv_write, i, pages) for i in range(sets)]
+    return Case("qk_norm_rope_kv_write", f"B {rows}", cost, calls, check)
+
+
+def shared_add(bench: Bench, rows: int, context: int = 0) -> Case:
+    """The shared expert's gate and the sum of both halves of the MLP."""
+    h = bench.dims.hidden
+    cost = floor.shared_add(h, rows)
+    operands = [[bench.rows(rows, h) for _ in range(3)] for _ in range(bench.sets(cost.nbytes))]
+    weight = bench.rows(1, h, scale=h**-0.5)
+
+    def check() -> float:
+        expected = bench.ops.table["shared_expert_add"].reference(*operands[0], weight)
+        return relative(bench.ops.shared_expert_add(*operands[0], weight), expected)
+
+    calls = [lambda some=some: bench.ops.shared_expert_add(*some, weight) for some in operands]
+    return Case("shared_expert_add", f"B {rows}", cost, calls, check)
+
+
 def _slots(bench: Bench) -> int:
     return 8 if bench.small and not bench.hollow else SLOTS
 

@@ -117,6 +117,18 @@ def kv_write(dims: Dims, rows: int, kv_itemsize: int = BF16) -> Cost:
     return Cost("kv_write", rows * (2 * dims.kv_heads * dims.head_dim * (BF16 + kv_itemsize) + 8))
 
 
+def qk(dims: Dims, rows: int) -> Cost:
+    """Queries, keys and values in, queries out, keys and values into pages; angles, positions and places."""
+    q, kv = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    angles = 2 * (dims.head_dim // 8) * FP32
+    return Cost("qk_norm_rope_kv_write", rows * ((2 * q + 4 * kv) * BF16 + angles + 16) + 2 * dims.head_dim * BF16)
+
+
+def shared_add(width: int, rows: int) -> Cost:
+    """Three rows and the gate's weight in, one out."""
+    return Cost("shared_expert_add", (4 * rows + 1) * width * BF16, bf16=2.0 * rows * width)
+
+
 def quantise(width: int, rows: int) -> Cost:
     """bf16 rows to FP8 and a scale for every 128 columns."""
     return Cost("quantise_rows", rows * (width * (BF16 + 1) + width / BLOCK * FP32))

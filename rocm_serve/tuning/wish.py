@@ -82,7 +82,8 @@ def _first(count: int, linears: Iterable[str]) -> Iterator[Point]:
 def _products(count: int, linears: Iterable[str]) -> Iterator[Point]:
     yield Point("head", {"rows": count})
     for name in linears:
-        yield Point("linear", {"rows": count, "name": name})
+        if name != "shared gate":  # one row of a weight: no product, part of shared_expert_add
+            yield Point("linear", {"rows": count, "name": name})
 
 
 def _rest(count: int, linears: Iterable[str]) -> Iterator[Point]:

@@ -95,6 +95,8 @@ def test_captured_steps_touch_no_more_experts_and_draw_the_tokens_of_plain_ones(
         partial(cases.conv, rows=3),
         partial(cases.step, rows=3),
         partial(cases.route, rows=3),
+        partial(cases.qk, rows=3),
+        partial(cases.shared_add, rows=3),
         partial(cases.linear, rows=3, name="out_proj"),
         partial(cases.head, rows=3),
         partial(cases.norms, rows=9, residual=True),
