@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotCompiled
 from dataclasses import dataclass, field, replace
 from math import exp, log
 from typing import Protocol
@@ -70,7 +71,10 @@ def gpu_timer(device: torch.device) -> Timer:
 
 @torch.inference_mode()
 def tune_group(bench: Bench, group: Group, timer: Timer, deadline: float, patience_s: float = 120.0) -> Outcome:
-    """Judge and time the candidates of one group until the deadline (of time.monotonic), the rule's first."""
+    """Judge and time the candidates of one group until the deadline (of time.monotonic), the rule's first.
+
+    Errors: TimeoutError when the first has not been compiled after `patience_s`.
+    """
     kernel, key = group.key
     made = [make(bench, point) for point in group.points]
     op = bench.ops.table[op_of(group.points[0])]
@@ -79,7 +83,12 @@ def tune_group(bench: Bench, group: Group, timer: Timer, deadline: float, patien
     for tile, future in zip(group.tiles, group.compiled or [None] * len(group.tiles), strict=True):
         if tried and time.monotonic() > deadline:
             break
-        why = "" if future is None else future.result(timeout=patience_s)
+        try:
+            why = "" if future is None else future.result(timeout=patience_s)
+        except NotCompiled:
+            if not tried:
+                raise
+            break
         tried.append(Tried(tile, why=f"not compiled: {why}") if why else _try(kernel, tile, made, timer, tolerance))
     fine = sorted((one for one in tried if one.us is not None), key=lambda one: one.score)
     again = [_try(kernel, one.tile, made, timer, tolerance) for one in fine[:_AGAIN]]
