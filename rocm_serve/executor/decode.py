@@ -166,24 +166,26 @@ class DecodeSteps:
         n = len(works)
         arrays = _blank(at.size, at.rows)
         tokens_T, positions_T, kv_index_B, keys_B, _, contexts_B, slots_B, temperature_B, live_1 = arrays
-        widest = max((request.num_pages for request in requests), default=1)
-        pages_BP = np.zeros((at.size, widest), dtype=np.int32)
+        pages_BP = np.zeros((at.size, 1), dtype=np.int32)
         live_1[0] = n
         if n:
             tokens_T[:n] = [request.output[-1] for request in requests]
             contexts_B[:n] = [work.start for work in works]
             slots_B[:n] = [work.slot for work in works]
             positions_T[:n] = contexts_B[:n]
-            pages_BP[:n] = self._table.pages(works)
+            pages_NP = self._table.pages(works)
+            pages_BP = np.zeros((at.size, pages_NP.shape[1]), dtype=np.int32)
+            pages_BP[:n] = pages_NP
             page_N, offset_N = np.divmod(positions_T[:n], self._cache.page_size)
-            kv_index_B[:n] = pages_BP[np.arange(n), page_N].astype(np.int64) * self._cache.page_size + offset_N
+            kv_index_B[:n] = pages_NP[np.arange(n), page_N].astype(np.int64) * self._cache.page_size + offset_N
             temperature_B[:n] = [request.params.temperature for request in requests]
             if temperature_B.any():
                 streams = np.array([request.sample.stream for request in requests], dtype=np.uint64)
                 keys_B[:n] = rng.row_keys(streams, positions_T[:n].astype(np.uint64) + np.uint64(1))
         self._upload.into(self._inputs, [*arrays, pages_BP])
         arrived = self._inputs[at.table_start : at.table_start + pages_BP.nbytes]
-        self._pages_BP[: at.size, :widest].copy_(arrived.view(torch.int32).view(at.size, widest))
+        width = pages_BP.shape[1]
+        self._pages_BP[: at.size, :width].copy_(arrived.view(torch.int32).view(at.size, width))
 
     def _forward(self, at: _Size) -> Left:
         """Compute a step from the static inputs alone. This is what is captured."""

@@ -113,17 +113,18 @@ class RequestTable:
             end = work.start + work.num_rows
             assert work.num_rows > 0 and work.slot > 0, f"empty work or the dummy slot: {work}"
             assert end <= request.num_pages * page_size, f"{work} reaches beyond {request.num_pages} pages"
-            known = request.num_tokens + len(work.drafts)
+            known = len(request.prompt) + len(request.output) + len(work.drafts)
             assert not work.samples or end == known, f"{work} samples before token {request.num_tokens}"
             assert not work.drafts or (work.samples and work.recurrent), f"drafts behind rows that sample none: {work}"
-            assert 0 <= work.accepted <= max(len(work.tokens) - 1, 0), f"accepted drafts are not among {work.tokens}"
-            assert work.start or not work.accepted, f"drafts accepted into a state that is cleared: {work}"
+            if work.accepted:
+                assert 0 < work.accepted < len(work.tokens), f"accepted drafts are not among {work.tokens}"
+                assert work.start, f"drafts accepted into a state that is cleared: {work}"
         return tuple(cleared)
 
     def pages(self, works: Sequence[Work]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         """Return the pages of each work's request, B x P, with P those of the longest; zeros or old ones beyond."""
         requests = self._requests
-        widest = max((requests[work.rid].num_pages for work in works), default=0)
+        widest = max([requests[work.rid].num_pages for work in works], default=0)
         pages_BP: np.ndarray[tuple[int, int], np.dtype[np.int32]] = self._pages_SP[[w.slot for w in works], :widest]
         return pages_BP
 

@@ -245,6 +245,8 @@ class Sampler:
 
     def _best(self, packet_R3: torch.Tensor) -> torch.Tensor:
         """Reduce packets over the shards: the same [R, 3] on every rank."""
+        if self._comm.size == 1:
+            return packet_R3
         finite_SR, score_SR, id_SR = self._comm.all_gather(packet_R3).unbind(-1)
         return torch.stack((finite_SR.amin(0), *reference.best_of_all(score_SR, id_SR)), -1)
 
