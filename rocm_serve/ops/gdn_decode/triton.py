@@ -50,6 +50,18 @@ def span(row_starts, sequence, first_row, ONE: tl.constexpr):
 
 
 @triton.jit
+def places(K: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, KL: tl.constexpr, BV: tl.constexpr):
+    """Say where a program's part of a head's state lies in the head, and what of it exists: [PIECES BV, KL].
+
+    Two dimensions, so that the compiler has no choice: lanes go along the columns and then to other value dimensions.
+    """
+    place = tl.arange(0, PIECES * BV)
+    value = (tl.program_id(0) * BV + place % BV)[:, None]
+    key = (place // BV * KL)[:, None] + tl.arange(0, KL)[None, :]
+    return value * K + key, (value < V) & (key < K)
+
+
+@triton.jit
 def advance(s, q, k, v, decay, strength):
     """Return the state after a row and what the row reads: s [pieces, V, columns], q and k [pieces, columns], v [V].
 
@@ -85,9 +97,9 @@ def gated_delta_rule_kernel(
     key = tl.arange(0, PIECES)[:, None] * KL + tl.arange(0, KL)[None, :]
     is_key = key < K
     is_value = value < V
-    real = is_value[None, :, None] & is_key[:, None, :]
-    held = state + (slot * heads + head) * V * K + value[None, :, None] * K + key[:, None, :]
-    s = tl.load(held, mask=real, other=0.0)
+    inside, real = places(K, V, PIECES, KL, BV)
+    held = state + (slot * heads + head) * V * K + inside
+    s = tl.reshape(tl.load(held, mask=real, other=0.0), (PIECES, BV, KL))
     kept = tl.load(commits + sequence) if COMMIT else n
 
     k_at = k + (head // shared) * K + key
@@ -115,9 +127,9 @@ def gated_delta_rule_kernel(
         here = (first + i) * heads + head
         tl.store(out + here * V + value, o_V.to(out.dtype.element_ty), mask=is_value)
         if COMMIT and i + 1 == kept:
-            tl.store(held, s, mask=real)
+            tl.store(held, tl.reshape(s, (PIECES * BV, KL)), mask=real)
     if not COMMIT:
-        tl.store(held, s, mask=real)
+        tl.store(held, tl.reshape(s, (PIECES * BV, KL)), mask=real)
 
 
 def gdn_decode(

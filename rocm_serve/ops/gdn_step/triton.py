@@ -16,7 +16,7 @@ from rocm_serve.ops import tiles
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.gated_rms_norm.triton import gated_rms_norm
 from rocm_serve.ops.gdn import L2_EPS
-from rocm_serve.ops.gdn_decode.triton import advance, decay_of, one_row_each, span
+from rocm_serve.ops.gdn_decode.triton import advance, decay_of, one_row_each, places, span
 from rocm_serve.ops.triton_common.triton import arch
 
 _TAPS = 4
@@ -109,16 +109,15 @@ def gdn_step_kernel(
     if n <= 0:
         return
     key = tl.arange(0, PIECES)[:, None] * KL + tl.arange(0, KL)[None, :]
-    is_value, is_key = value < V, key < K
-    real = is_value[None, :, None] & is_key[:, None, :]
-    held = state + (slot * heads + head) * V * K + value[None, :, None] * K + key[:, None, :]
-    s = tl.load(held, mask=real, other=0.0)
+    inside, real = places(K, V, PIECES, KL, BV)
+    held = state + (slot * heads + head) * V * K + inside
+    s = tl.reshape(tl.load(held, mask=real, other=0.0), (PIECES, BV, KL))
     kept = tl.load(commits + sequence) if COMMIT else n
 
     key_head = head // (heads // key_heads)
     part = tl.arange(0, 2)[None, None, :]  # q, k
     qk_channel = ((part * key_heads + key_head) * K + key[:, :, None])[:, :, :, None]
-    is_key = is_key[:, :, None, None]
+    is_value, is_key = value < V, (key < K)[:, :, None, None]
     v_channel = (2 * key_heads * K + head * V + value)[:, None]
     tap, v_tap = tl.arange(0, 4)[None, None, None, :], tl.arange(0, 4)[None, :]
     window_at, u_at = window + slot * 3 * channels, u + first * u_row
@@ -132,19 +131,19 @@ def gdn_step_kernel(
         q_K, k_K = _units(_convolved(qk_rows, weight, qk_channel, is_key, tap), L2, K)
         s, o_V = advance(s, q_K, k_K, v_V, decay, strength)
         if ONE:
-            tl.store(held, s, mask=real)
+            tl.store(held, tl.reshape(s, (PIECES * BV, KL)), mask=real)
         if NORM:
             o_V = o_V.to(u.dtype.element_ty).to(tl.float32)
             o_V = _gated(o_V, z + row * z_row + head * V + value, norm_weight + value, is_value, eps, V, SILU)
         tl.store(y + (row * heads + head) * V + value, o_V.to(y.dtype.element_ty), mask=is_value)
         if COMMIT and i + 1 == kept:
-            tl.store(held, s, mask=real)
+            tl.store(held, tl.reshape(s, (PIECES * BV, KL)), mask=real)
         if not ONE:
             qk_rows = _four_rows(u_at, window_at, i + 1, qk_channel, is_key, tap, channels, u_row)
             v_rows = _four_rows(u_at, window_at, i + 1, v_channel, is_value[:, None], v_tap, channels, u_row)
     if not ONE:
         if not COMMIT:
-            tl.store(held, s, mask=real)
+            tl.store(held, tl.reshape(s, (PIECES * BV, KL)), mask=real)
         qk_rows = _four_rows(u_at, window_at, kept - 1, qk_channel, is_key, tap, channels, u_row)
         v_rows = _four_rows(u_at, window_at, kept - 1, v_channel, is_value[:, None], v_tap, channels, u_row)
 
