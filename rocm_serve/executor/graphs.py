@@ -20,8 +20,12 @@ T = TypeVar("T")
 # References in torch that ask the host for nothing; others walk host copies of the batch, which a replay would not see.
 _CAPTURED_REFERENCES = frozenset(
     ("rms_norm", "add_rms_norm", "gated_rms_norm", "linear", "silu_mul", "sigmoid_mul", "moe_route", "qk_norm_rope")
+    + ("shared_expert_add",)
 )
-_NOT_IN_DECODE = frozenset(("attention_prefill", "gdn_chunk", "log_sum_exp"))
+_NOT_CALLED = frozenset(
+    ("attention_prefill", "gdn_chunk", "log_sum_exp")  # not in decode steps
+    + ("gdn_step", "qk_norm_rope_kv_write")  # by reference, layers call their parts instead
+)
 _WARM_UP_RUNS = 2  # before recording: compiled kernels, handles and workspaces are there then
 
 
@@ -84,4 +88,4 @@ def refusal(report: Sequence[Binding], comm: Comm, exchanges: Iterable[ExpertExc
 
 
 def _walks(op: str) -> bool:
-    return op not in _CAPTURED_REFERENCES and op not in _NOT_IN_DECODE
+    return op not in _CAPTURED_REFERENCES and op not in _NOT_CALLED

@@ -31,7 +31,7 @@ def test_ops_by_kernels_and_collectives_of_gpus_can_be_captured() -> None:
     assert NcclComm.graph_refusal is None
 
 
-@pytest.mark.parametrize("op", ["linear", "rms_norm", "attention_prefill", "gdn_chunk", "log_sum_exp"])
+@pytest.mark.parametrize("op", ["linear", "rms_norm", "attention_prefill", "log_sum_exp", "gdn_step"])
 def test_a_reference_that_reads_no_host_copy_or_does_not_decode_is_no_reason(op: str) -> None:
     assert refusal(bound(**{op: "reference"}), SoloComm(), []) is None
 
@@ -60,3 +60,7 @@ def test_exchanges_that_ask_the_host_are_a_reason() -> None:
     assert found is not None and found.startswith("the exchange torch has the host count")
     assert MoriExchange.graph_refusal is not None
     assert LocalExchange.graph_refusal is None and AllGatherExchange.graph_refusal is None
+
+
+def test_an_op_that_is_new_is_a_reason_until_somebody_has_looked_at_its_reference() -> None:
+    assert refusal([Binding("new_op", "reference", ())], SoloComm(), []) is not None
