@@ -52,7 +52,7 @@ class Measuring:
     def __init__(self, arguments: argparse.Namespace, command: str, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
         self._started = time.monotonic()
-        copy, bf16, fp8 = measured_ceilings(device)
+        copy, bf16, fp8 = measured_ceilings(device, FP8_DTYPES[dialect_of(device)])
         self.ceilings = Ceilings(copy, bf16, fp8).at_least(Ceilings())
         used = (self.ceilings.bytes_s, self.ceilings.bf16_s, self.ceilings.fp8_s)
         self.run = Run(
@@ -269,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments.op = parse_ops(arguments.op)
         device = stage.device_here()
+        torch.manual_seed(arguments.seed)
         if device.type == "cpu" and not arguments.cpu:
             raise UserError("torch sees no GPU on this machine, so nothing was run; --cpu tries the program itself")
         run = Measuring(arguments, f"python -m evals.bench_gpu {' '.join(argv or sys.argv[1:])}", device)

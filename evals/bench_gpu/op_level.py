@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import isfinite
 
 import torch
 
@@ -15,6 +16,7 @@ from rocm_serve.tuning.operands import Bench
 from rocm_serve.tuning.timing import Timing, time_calls
 
 ERROR_LIMIT = 5e-3  # relative L2, bf16; an op with a looser bound of its own has that
+NOT_FINITE = 1e9  # stands for an error that JSON has no number for
 MANY_ROWS = (4096, 8192, 16384)
 _LINEARS = ("in_proj_qkvz", "out_proj", "qkv_proj", "o_proj", "gate", "shared gate_up", "shared down")
 _AIMED_CONTEXTS = (8192, 65536)  # of attention, at a batch of 16
@@ -61,7 +63,12 @@ def measure(bench: Bench, shape: str, make: Make, ceilings: Ceilings) -> OpRecor
         call()
     error = case.check()
     ours = time_calls(case.calls, bench.device)
-    peers = {name: _timed(calls, bench.device) for name, calls in case.peers.items()}
+    peers, failed = {}, {}
+    for name, calls in case.peers.items():
+        try:
+            peers[name] = _timed(calls, bench.device).median
+        except Exception as error_:  # another library's kernel need not have this size
+            failed[name] = f"{type(error_).__name__}: {error_}".splitlines()[0][:200]
     limit = max(ERROR_LIMIT, bench.ops.table[_OP_OF.get(case.op, case.op)].tol["bfloat16"].rel)
     again = time_calls(case.calls, bench.device) if peers else ours
     best = min(ours, again, key=lambda one: one.median)
@@ -81,10 +88,11 @@ def measure(bench: Bench, shape: str, make: Make, ceilings: Ceilings) -> OpRecor
         operations=case.cost.bf16 + case.cost.fp8,
         floor_us=least,
         ratio=least / best.median,
-        error=error,
+        error=error if isfinite(error) else NOT_FINITE,
         right=error <= limit,
         distinct=case.distinct,
-        peers={name: timing.median for name, timing in peers.items()},
+        peers=peers,
+        peers_failed=failed,
     )
 
 

@@ -34,6 +34,7 @@ class OpRecord(msgspec.Struct, frozen=True, kw_only=True):
     right: bool
     distinct: float | None = None
     peers: dict[str, float] = {}
+    peers_failed: dict[str, str] = {}
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +92,7 @@ def op_line(one: OpRecord) -> str:
     """Write one op for people."""
     word = "" if one.right else "  WRONG"
     peers = "".join(f"  {name} {us:.1f} us ({us / one.us:.2f}x ours)" for name, us in one.peers.items())
+    peers += "".join(f"  {name}: {why[:80]}" for name, why in one.peers_failed.items())
     distinct = "" if one.distinct is None else f"  {one.distinct:.1f} experts"
     how = "" if one.how in ("graph", "clock") else f"  [{one.how[:60]}]"
     drift = f"  drift {one.drift:.0%}" if one.drift > 0.03 else ""

@@ -6,12 +6,13 @@ what matters. A winner that beats the rule by less than noise is not kept: rules
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotCompiled
 from dataclasses import dataclass, field, replace
-from math import exp, log
+from statistics import geometric_mean
 from typing import Protocol
 
 import torch
@@ -23,6 +24,8 @@ from rocm_serve.tuning.cases import Case
 from rocm_serve.tuning.outcome import Outcome, Tried
 from rocm_serve.tuning.timing import time_calls
 from rocm_serve.tuning.wish import Point
+
+log = logging.getLogger(__name__)
 
 LEAST_GAIN = 1.02
 ERROR_LIMIT = 5e-3  # relative L2, bf16; an op with a looser bound of its own has that
@@ -96,7 +99,7 @@ def tune_group(bench: Bench, group: Group, timer: Timer, deadline: float, patien
     if rule.us is not None:
         rule = min(rule, _try(kernel, rule.tile, made, timer, tolerance), key=lambda one: one.score)
     best = min((one for one in again if one.us is not None), key=lambda one: one.score, default=rule)
-    peers = {name: timer(replace(made[0], calls=calls)) for name, calls in made[0].peers.items()}
+    peers = _peers(made[0], timer)
     return Outcome(
         kernel=kernel,
         key=key,
@@ -108,6 +111,18 @@ def tune_group(bench: Bench, group: Group, timer: Timer, deadline: float, patien
         nbytes=tuple(case.cost.nbytes for case in made),
         peers=peers,
     )
+
+
+def _peers(case: Case, timer: Timer) -> dict[str, float]:
+    """Time what others have for the same call; what cannot do it is left out."""
+    found: dict[str, float] = {}
+    for name, calls in case.peers.items():
+        try:
+            calls[0]()
+            found[name] = timer(replace(case, calls=calls))
+        except Exception as error:  # another library's kernel need not have this size
+            log.info("%s cannot do %s %s: %s", name, case.op, case.what, error)
+    return found
 
 
 def _try(kernel: str, tile: Tile, made: Sequence[Case], timer: Timer, tolerance: float) -> Tried:
@@ -126,4 +141,4 @@ def _try(kernel: str, tile: Tile, made: Sequence[Case], timer: Timer, tolerance:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # a GPU that can no longer be used ends the run here
         return Tried(tile, why=f"{type(error_).__name__}: {error_}".splitlines()[0][:200])
-    return Tried(tile, us=us, error=error, score=exp(sum(map(log, us)) / len(us)))
+    return Tried(tile, us=us, error=error, score=geometric_mean(us))

@@ -71,20 +71,27 @@ def _summed(times: Sequence[float], how: str) -> Timing:
     return Timing(median, low, high, how)
 
 
-def measured_ceilings(device: torch.device) -> tuple[float, float, float]:
-    """Return bytes/s of a large copy (read plus written) and operations/s of large bf16 and FP8 products."""
+def measured_ceilings(device: torch.device, fp8: torch.dtype) -> tuple[float, float, float]:
+    """Return bytes/s of a large copy (read plus written) and operations/s of large bf16 and FP8 products.
+
+    0 for FP8 where torch has no such product.
+    """
     n, big = (1 << 30, 8192) if device.type != "cpu" else (1 << 22, 128)
     source = torch.randn(n // 4, device=device)
     target = torch.empty_like(source)
     copy = _once(lambda: target.copy_(source), device)
     a, b = (torch.randn(big, big, device=device, dtype=torch.bfloat16) for _ in range(2))
     bf16 = _once(lambda: torch.mm(a, b), device)
-    if device.type == "cpu":
-        return 2 * n / copy, 2 * big**3 / bf16, 0.0
-    qa, qb = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-    one = torch.ones((), device=device)
-    fp8 = _once(lambda: torch._scaled_mm(qa, qb, scale_a=one, scale_b=one, out_dtype=torch.bfloat16), device)
-    return 2 * n / copy, 2 * big**3 / bf16, 2 * big**3 / fp8
+    qa, qb, one = a.to(fp8), b.to(fp8).t(), torch.ones((), device=device)
+
+    def product() -> torch.Tensor:
+        return torch._scaled_mm(qa, qb, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    try:
+        quantised = 2 * big**3 / _once(product, device)
+    except (RuntimeError, NotImplementedError):
+        quantised = 0.0
+    return 2 * n / copy, 2 * big**3 / bf16, quantised
 
 
 def _once(call: Call, device: torch.device) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -140,7 +141,17 @@ def test_an_op_that_leaves_rows_unwritten_is_called_wrong() -> None:
     bench = _bench()
     object.__setattr__(bench.ops, "attention_decode", lambda *arguments, **more: arguments[4])
     found = op_level.measure(bench, "tiny", partial(cases.attention, rows=2, context=20), Ceilings())
-    assert not found.right and found.error == float("inf")
+    assert not found.right and found.error == op_level.NOT_FINITE
+
+
+def test_another_librarys_kernel_may_fail_and_is_named() -> None:
+    def make(bench: Bench) -> cases.Case:
+        case = cases.norms(bench, 4, residual=False)
+        return replace(case, peers={"good": case.calls, "bad": [lambda: 1 / 0]})
+
+    found = op_level.measure(_bench(), "tiny", make, Ceilings())
+    assert list(found.peers) == ["good"] and found.right
+    assert found.peers_failed == {"bad": "ZeroDivisionError: division by zero"}
 
 
 def test_a_spent_budget_leaves_points_out_and_names_them(tmp_path: Path) -> None:
