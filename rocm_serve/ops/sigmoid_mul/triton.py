@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import part_row_tile, rows_of
+from rocm_serve.ops.triton_common.triton import blocks, part_row_tile, rows_of
 
 
 def sigmoid_mul(x_TH: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -22,11 +22,11 @@ def sigmoid_mul(x_TH: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     else:
         x, gate = rows_of(x_TH), rows_of(gate)
         gates, strides = gate.shape[1], (gate.stride(0), 0)
-    y = torch.empty(x_TH.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
     if y.numel():
         rows, width = x.shape
         tile = part_row_tile(width)
-        grid = (triton.cdiv(rows, tile["ROWS"]), triton.cdiv(width, tile["BLOCK"]))
+        grid = (blocks(rows, tile["ROWS"]), blocks(width, tile["BLOCK"]))
         sigmoid_mul_kernel[grid](x, gate, y, x.stride(0), *strides, rows, WIDTH=width, GATES=gates, **tile)
     return y
 
