@@ -6,7 +6,7 @@ tile with FEW is of moe_experts/triton_few.py; one without is of triton_grouped.
 BM: choices of an expert multiplied at once. DIRECT: every choice is a tile, nothing is put in order. FUSED: a program
 goes through all experts of a row and sums. UP_*: the product with gate and up; UP_SPLITS ways along K, or 0: whole,
 both in one program that quantises what they make. DOWN_*: the product with down. BN rows of a weight, UNROLL steps of
-128 columns at a time, WARPS, STAGES.
+128 columns at a time, WARPS, STAGES. PDL: a kernel is put on the device while the one before ends, as NVIDIA's can be.
 """
 
 from __future__ import annotations
@@ -59,12 +59,26 @@ def moe_experts_tiles(shape: Shape, arch: str) -> list[Tile]:
     downs: list[tuple[int, Part]] = [(0, (128, 4, some, 1)), (0, (256, 8, few, 1)), (0, (128, 4, 2, 2))]
     if rows <= 4:
         downs = [(1, (32, 4, few, at_once)), (1, (64, 4, few, at_once)), (1, (64, 4, some, 1)), downs[0]]
-    direct = {int(rows <= 4), int(rows <= 2)}
-    found = [rule]
+    elif rows <= 16:
+        downs += [(1, (64, 4, few, at_once))]
+    direct = int(rows <= 4)
+    found = []
     for rows_of_tile in (16, 32) if rows > 64 else (16,):
         for splits, up in ups:
-            found += [_tile(rows_of_tile, d, fused, splits, up, down) for fused, down in downs for d in direct]
-    return [tile for i, tile in enumerate(found) if tile not in found[:i]]
+            found += [_tile(rows_of_tile, direct, fused, splits, up, down) for fused, down in downs]
+    if not arch.startswith("sm_") or arch < "sm_90":
+        return [rule, *found]
+    close = [tile for tile in found if _parts_that_differ(tile, rule) < 2]
+    return [rule, *close, *(tile | {"PDL": 1} for tile in [rule, *found])]
+
+
+def _parts_that_differ(tile: Tile, other: Tile) -> int:
+    """Count what differs: the way up, the way down, the rest."""
+    names = {"U": 0, "D": 0, "rest": 0}
+    for key, size in tile.items():
+        part = "U" if key.startswith("UP") else "D" if key.startswith("DOWN") or key == "FUSED" else "rest"
+        names[part] |= size != other[key]
+    return sum(names.values())
 
 
 def _rows_of_tile(shape: Shape) -> int:
@@ -79,6 +93,6 @@ def _distinct(shape: Shape) -> float:
 
 
 def _tile(rows: int, direct: int, fused: int, splits: int, up: Part, down: Part) -> Tile:
-    tile = {"FEW": 1, "BM": rows, "DIRECT": direct, "FUSED": fused, "UP_SPLITS": splits}
+    tile = {"FEW": 1, "BM": rows, "DIRECT": direct, "FUSED": fused, "PDL": 0, "UP_SPLITS": splits}
     tile |= {f"UP_{key}": size for key, size in zip(_KEYS, up, strict=True)}
     return tile | {f"DOWN_{key}": size for key, size in zip(_KEYS, down, strict=True)}

@@ -23,7 +23,7 @@ MANY = {"FEW": 0}
 
 def few(*, direct: int, fused: int, splits: int, up: int = 128, down: int = 128, unroll: int = 1) -> tiles.Tile:
     """Return a tile of triton_few.py; `up` and `down`: rows of a weight."""
-    tile = {"FEW": 1, "BM": 16, "DIRECT": direct, "FUSED": fused, "UP_SPLITS": splits}
+    tile = {"FEW": 1, "BM": 16, "DIRECT": direct, "FUSED": fused, "PDL": 0, "UP_SPLITS": splits}
     for part, rows in (("UP", up), ("DOWN", down)):
         tile |= {f"{part}_BN": rows, f"{part}_WARPS": 4, f"{part}_STAGES": 1, f"{part}_UNROLL": unroll}
     return tile

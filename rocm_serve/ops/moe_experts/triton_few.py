@@ -9,7 +9,7 @@ Letters: T rows, H width, I expert width, E experts, k choices a row; of kernels
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -57,6 +57,11 @@ class Call:
             "ROWS_ON_DEVICE": isinstance(self.num_rows, torch.Tensor),
         }
 
+    @property
+    def launch(self) -> dict[str, bool]:
+        """How a kernel follows the one before it. Other backends than NVIDIA's do not know the option."""
+        return {"PDL": True, "launch_pdl": True} if self.tile["PDL"] else {"PDL": False}
+
     def product(self, part: str, width: int) -> dict[str, object]:
         """Return the tile of the kernels whose numbers begin with `part`, over a weight of `width` rows."""
         tile = {name.removeprefix(f"{part}_"): size for name, size in self.tile.items() if name.startswith(f"{part}_")}
@@ -70,6 +75,7 @@ class Call:
             "ONE_SCALE": BLOCK % tile["BN"] == 0 and width % BLOCK == 0,
             "num_warps": tile["WARPS"],
             "num_stages": tile["STAGES"],
+            **self.launch,
         }
 
 
@@ -92,14 +98,14 @@ def few_rows(
     """Compute `moe_experts` into `out_TH`. `tile`: see ops/tiles.py. `quantised`: rows are, or are to be, FP8."""
     experts = w13_EIH.shape[0]
     to_quantise = quantised and x_scale is None
-    order = None
+    call = Call(ids_Tk, num_rows, None, experts, dot, tile)
     if not tile["DIRECT"]:
-        made = (x, w13_EIH.dtype) if to_quantise else ()
-        order, values, scales = place_few(ids_Tk, num_rows, experts, tile["BM"], *made)
+        made = (x, w13_EIH.dtype) if to_quantise else (None, None)
+        order, values, scales = place_few(ids_Tk, num_rows, experts, tile["BM"], *made, call.launch)
+        call = replace(call, order=order)
         x, x_scale = (values, scales) if to_quantise else (x, x_scale)
     elif to_quantise:
         x, x_scale = quantise_rows(x, w13_EIH.dtype)
-    call = Call(ids_Tk, num_rows, order, experts, dot, tile)
     hidden, hidden_scale = _gate_up(call, x, x_scale, w13_EIH, w13_scale)
     if tile["FUSED"]:
         _down_and_combine(call, hidden, hidden_scale, weights_Tk, w2_EHI, w2_scale, out_TH)
@@ -132,7 +138,7 @@ def _gate_up(
         parts_ptr=parts, WIDTH=2 * width, SPLITS=splits, **common
     )
     few_activate_kernel[(triton.cdiv(choices, 4), blocks)](
-        parts, hidden, hidden_scale, choices, WIDTH=width, SPLITS=splits, TOP=top, ROWS=4, num_warps=4
+        parts, hidden, hidden_scale, choices, WIDTH=width, SPLITS=splits, TOP=top, ROWS=4, num_warps=4, **call.launch
     )
     return hidden, hidden_scale
 
@@ -175,6 +181,7 @@ def _down(
         ROWS_ON_DEVICE=isinstance(call.num_rows, torch.Tensor),
         BLOCK=block,
         num_warps=block // 256,
+        **call.launch,
     )
 
 

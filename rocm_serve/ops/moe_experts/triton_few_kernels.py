@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from rocm_serve.ops.fp8 import BLOCK
-from rocm_serve.ops.moe_experts.triton_order import expert_of
+from rocm_serve.ops.moe_experts.triton_order import after_the_kernel_before, expert_of
 from rocm_serve.ops.triton_common.triton import quantise_tile
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -26,8 +26,10 @@ def expert_and_choices(
     TOP_K: tl.constexpr,
     ROWS_ON_DEVICE: tl.constexpr,
     BM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Return the expert of a program's tile, -1 for one without work, and its choices, `num_choices` for none."""
+    after_the_kernel_before(PDL)
     tile = tl.program_id(0)
     place = tl.arange(0, BM)
     if choices_ptr is None:
@@ -167,10 +169,11 @@ def few_gate_up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Multiply the rows of a tile with as many rows of gate and of up at once, and quantise what they make."""
     expert, choice = expert_and_choices(
-        ids_ptr, num_rows, choices_ptr, expert_of_tile_ptr, num_choices, EXPERTS, TOP_K, ROWS_ON_DEVICE, BM
+        ids_ptr, num_rows, choices_ptr, expert_of_tile_ptr, num_choices, EXPERTS, TOP_K, ROWS_ON_DEVICE, BM, PDL
     )
     if expert < 0:
         return
@@ -187,7 +190,6 @@ def few_gate_up_kernel(
     if w_scale_ptr is not None:
         gate_scales = scales_of(w_scale_ptr, expert, first, inside, K, 2 * WIDTH, ONE_SCALE)
         up_scales = scales_of(w_scale_ptr, expert, first + WIDTH, inside + WIDTH, K, 2 * WIDTH, ONE_SCALE)
-    x_rows = x_ptr + row * x_stride
     gate_rows = w_ptr + (expert * (2 * WIDTH) + inside) * K
     gate = tl.zeros((BN, BM), tl.float32)
     up = tl.zeros((BN, BM), tl.float32)
@@ -195,7 +197,7 @@ def few_gate_up_kernel(
         for u in tl.static_range(UNROLL):
             at = k + u * BK + tl.arange(0, BK)
             block = block_at(k + u * BK, K)
-            x = row_tile(x_rows, live, at, K, BK * UNROLL)
+            x = row_tile(x_ptr + row * x_stride, live, at, K, BK * UNROLL)
             gate_w = weight_tile(gate_rows, at, K, BK * UNROLL)
             up_w = weight_tile(gate_rows + WIDTH * K, at, K, BK * UNROLL)
             gate = added(gate, gate_w, x, gate_scales, x_scales, live, block, DOT, ONE_SCALE)
@@ -229,10 +231,11 @@ def few_partial_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Multiply the rows of a tile with rows of gate or up along a part of K: [SPLITS, T k, WIDTH] in float32."""
     expert, choice = expert_and_choices(
-        ids_ptr, num_rows, choices_ptr, expert_of_tile_ptr, num_choices, EXPERTS, TOP_K, ROWS_ON_DEVICE, BM
+        ids_ptr, num_rows, choices_ptr, expert_of_tile_ptr, num_choices, EXPERTS, TOP_K, ROWS_ON_DEVICE, BM, PDL
     )
     if expert < 0:
         return
@@ -268,8 +271,10 @@ def few_activate_kernel(
     SPLITS: tl.constexpr,
     TOP: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add up the parts of gate and up, and quantise what they make. What no program has written is read by none."""
+    after_the_kernel_before(PDL)
     choice = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     live = (choice < num_choices)[:, None] & (column < WIDTH)[None, :]
@@ -307,10 +312,11 @@ def few_down_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write what an expert returns for each choice: [T k, WIDTH] in float32."""
     expert, choice = expert_and_choices(
-        ids_ptr, num_rows, choices_ptr, expert_of_tile_ptr, num_choices, EXPERTS, TOP_K, ROWS_ON_DEVICE, BM
+        ids_ptr, num_rows, choices_ptr, expert_of_tile_ptr, num_choices, EXPERTS, TOP_K, ROWS_ON_DEVICE, BM, PDL
     )
     if expert < 0:
         return
@@ -346,8 +352,10 @@ def few_combine_kernel(
     TOP_K: tl.constexpr,
     ROWS_ON_DEVICE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sum what the experts of a row returned, weighted, in the order of its choices."""
+    after_the_kernel_before(PDL)
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -385,13 +393,15 @@ def few_down_combine_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Go through the experts of one row in one loop, so that loads never pause between two of them."""
+    after_the_kernel_before(PDL)
     row = tl.program_id(0)
     first = tl.program_id(1) * BN
     column = first + tl.arange(0, BN)
     inside = tl.minimum(column, WIDTH - 1)
-    place = tl.arange(0, BM)  # the row is the first of a tile of them, the others are empty
+    place = tl.arange(0, BM)  # the row is the first of BM, the others are empty
     steps: tl.constexpr = (K + BK * UNROLL - 1) // (BK * UNROLL)
     chosen = tl.arange(0, CHOSEN)
     of_row = tl.where(chosen < TOP_K, row * TOP_K + chosen, num_choices)
@@ -401,25 +411,23 @@ def few_down_combine_kernel(
     for step in range(0, TOP_K * steps):
         j = step // steps
         expert = tl.sum(tl.where(chosen == j, experts, 0), 0)
-        held = (expert >= 0) & (expert < EXPERTS)
-        own = tl.where(held, expert, 0).to(tl.int64)
-        at = (row * TOP_K + j).to(tl.int64)
+        held = tl.where((expert >= 0) & (expert < EXPERTS), 1, 0)
+        own = (expert * held).to(tl.int64)
+        at = (row * TOP_K + j).to(tl.int64) + place * 0
         x_scales = None
         w_scales = None
         if hidden_scale_ptr is not None:
-            x_scales = hidden_scale_ptr + at * ((K + _BLOCK - 1) // _BLOCK) + place * 0
+            x_scales = hidden_scale_ptr + at * ((K + _BLOCK - 1) // _BLOCK)
         if w_scale_ptr is not None:
             w_scales = scales_of(w_scale_ptr, own, first, inside, K, WIDTH, ONE_SCALE)
-        live = place < tl.where(held, 1, 0)
         part = tl.zeros((BN, BM), tl.float32)
         for u in tl.static_range(UNROLL):
             k = (step % steps * UNROLL + u) * BK
             deep = k + tl.arange(0, BK)
-            x = row_tile(hidden_ptr + at * K + place * 0, live, deep, K, BK * UNROLL)
+            x = row_tile(hidden_ptr + at * K, place < held, deep, K, BK * UNROLL)
             w_at = (w_ptr + (own * WIDTH + inside) * K)[:, None] + deep[None, :]
-            w = tl.load(w_at, mask=(deep < tl.where(held, K, 0))[None, :], other=0.0)
-            part = added(part, w, x, w_scales, x_scales, live, block_at(k, K), DOT, ONE_SCALE)
+            w = tl.load(w_at, mask=(deep < held * K)[None, :], other=0.0)
+            part = added(part, w, x, w_scales, x_scales, place < held, block_at(k, K), DOT, ONE_SCALE)
         total += part * tl.sum(tl.where(chosen == j, weights, 0.0), 0)
     y = tl.sum(tl.where((place == 0)[None, :], total, 0.0), 1)
-    out_at = out_ptr + row.to(tl.int64) * WIDTH + column
-    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
+    tl.store(out_ptr + row.to(tl.int64) * WIDTH + column, y.to(out_ptr.dtype.element_ty), mask=column < WIDTH)

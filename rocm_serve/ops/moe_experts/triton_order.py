@@ -7,7 +7,9 @@ known on the device, and programs beyond that number end at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import triton
@@ -80,10 +82,12 @@ def place_few(
     tile: int,
     x: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    launch: Mapping[str, bool] = MappingProxyType({"PDL": False}),
 ) -> tuple[Order, torch.Tensor | None, torch.Tensor | None]:
     """Do what `sort_choices` does, and quantise the rows `x` to `dtype` beside it, in one launch.
 
     Shapes: x [T, H] -> FP8 values [T, H] and fp32 multipliers [T, ceil(H / 128)]. At most MOST_CHOICES choices.
+    `launch`: how the kernel follows the one before it, see `after_the_kernel_before`.
     """
     order = _empty_order(ids_Tk, num_experts, tile)
     assert order.num_choices <= MOST_CHOICES, f"{order.num_choices} choices are too many for one program"
@@ -118,8 +122,21 @@ def place_few(
         TOP=fp8_max(dtype) if dtype is not None else 0.0,
         ROWS=tile_rows,
         num_warps=4,
+        **launch,
     )
     return order, values, scales
+
+
+@triton.jit
+def after_the_kernel_before(PDL: tl.constexpr):
+    """Wait until the kernel before has written its results, where NVIDIA's programmatic dependent launch is used.
+
+    Programs are put on the device while that kernel ends, and those of the next kernel while this one does. Every
+    kernel that is launched so must wait before it reads: whether the one after it may start hangs on nothing else.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -214,8 +231,10 @@ def place_few_kernel(
     WIDTH: tl.constexpr,
     TOP: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program for each expert, which counts all choices itself, then one for each block of rows."""
+    after_the_kernel_before(PDL)
     program = tl.program_id(0)
     if program < EXPERTS:
         choice = tl.arange(0, CHOICES)
