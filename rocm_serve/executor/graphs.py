@@ -50,6 +50,7 @@ class DeviceGraphs:
     def __init__(self, max_model_len: int) -> None:
         self._longest = max_model_len - 1
         self._pool: tuple[int, int] | None = None
+        self._stream: torch.cuda.Stream | None = None  # one for all: BLAS keeps a workspace for each
 
     def host_copies(self, contexts_B: torch.Tensor, slots_B: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the longest contexts that may come: an op that looks must be right for all of them."""
@@ -59,7 +60,7 @@ class DeviceGraphs:
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """See Recorder. Runs `run` a few times first."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
+        self._stream = stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP_RUNS):

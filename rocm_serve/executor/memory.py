@@ -253,6 +253,7 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
         num_pages=pages,
         num_slots=slots,
         draft_tokens=resolved.draft_tokens,
+        graph_max_batch=min(resolved.graph_max_batch, slots),
         reasons={
             "max_model_len": _why(resolved, "max_model_len"),
             "max_running_requests": running_why,
@@ -261,6 +262,7 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
             "num_pages": f"{pages * page_size} tokens of KV: {pages_why}",
             "num_slots": slots_why,
             "draft_tokens": _why(resolved, "draft_tokens") if resolved.draft_tokens else "--speculative off",
+            "graph_max_batch": _why(resolved, "graph_max_batch"),
         },
     )
 

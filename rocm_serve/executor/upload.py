@@ -33,7 +33,8 @@ class _Staging:
         if self._sent is not None:
             self._sent.synchronize()
         if self.bytes.numel() < size:
-            self.bytes = torch.empty(max(_FIRST_BYTES, 1 << (size - 1).bit_length()), dtype=torch.uint8).pin_memory()
+            room = max(_FIRST_BYTES, 1 << (size - 1).bit_length())
+            self.bytes = torch.empty(room, dtype=torch.uint8, pin_memory=True)
         return self.bytes[:size]
 
     def leaves(self) -> None:

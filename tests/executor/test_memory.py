@@ -15,7 +15,7 @@ from rocm_serve.checkpoint.synthetic_configs import DIMS, model_config
 from rocm_serve.errors import UserError
 from rocm_serve.executor import memory, sampler
 from rocm_serve.executor.memory import bytes_for_caches, cpu_memory, effective_limits, layout_of, page_bytes, slot_bytes
-from rocm_serve.messages import EffectiveLimits, WorkerLoaded
+from rocm_serve.messages import EffectiveLimits, WorkerLoaded, WorkerReady
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, parse_config, stage_params
 from rocm_serve.parallel.layout import bytes_at, shape_at
 from rocm_serve.parallel.mesh import Mesh
@@ -233,3 +233,12 @@ def test_graphs_cost_a_step_of_the_largest_batch_and_what_every_size_leaves(tp: 
     layers = facts().num_layers // pp
     nodes = 2 * layers * memory.GRAPH_NODES_OF_LAYER * memory.GRAPH_NODE_BYTES
     assert costs(32) - costs(8) == pool(32) - pool(8) + 48 * row + nodes
+
+
+def test_graphs_of_all_ranks_count_as_far_as_every_rank_has_them() -> None:
+    limits = EffectiveLimits(256, 8, 64, 16, 100, 8, reasons={"num_slots": "memory"})
+    ready = [WorkerReady(0, 8, "captured in 1 s"), WorkerReady(1, 0, "kv_write by reference"), WorkerReady(2, 8, "x")]
+    found = memory.with_graphs(limits, ready)
+    assert found.graph_max_batch == 0
+    assert found.reasons == {"num_slots": "memory", "graph_max_batch": "kv_write by reference"}
+    assert memory.with_graphs(limits, ready[:1]).graph_max_batch == 8
