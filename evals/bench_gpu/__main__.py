@@ -52,6 +52,7 @@ class Measuring:
     def __init__(self, arguments: argparse.Namespace, command: str, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
         self._started = time.monotonic()
+        self._until = self._started + arguments.budget_s
         copy, bf16, fp8 = measured_ceilings(device, FP8_DTYPES[dialect_of(device)])
         self.ceilings = Ceilings(copy, bf16, fp8).at_least(Ceilings())
         used = (self.ceilings.bytes_s, self.ceilings.bf16_s, self.ceilings.fp8_s)
@@ -63,13 +64,18 @@ class Measuring:
             ceilings=used,
         )
 
+    def share(self, parts: int) -> None:
+        """Give what comes now one of `parts` equal shares of the time that is left."""
+        now = time.monotonic()
+        self._until = now + (self._started + self.arguments.budget_s - now) / parts
+
     def left_s(self) -> float:
-        """Return the seconds left."""
-        return max(1.0, self.arguments.budget_s - (time.monotonic() - self._started))
+        """Return the seconds left of this share."""
+        return max(1.0, self._until - time.monotonic())
 
     def reached(self, what: str) -> bool:
         """Whether time is left for another point; else it is named among those left out."""
-        if time.monotonic() - self._started < self.arguments.budget_s:
+        if time.monotonic() < self._until:
             return True
         self.run.left_out.append(what)
         return False
@@ -274,9 +280,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError("torch sees no GPU on this machine, so nothing was run; --cpu tries the program itself")
         run = Measuring(arguments, f"python -m evals.bench_gpu {' '.join(argv or sys.argv[1:])}", device)
         print(f"{run.run.machine['gpu']}, seed {arguments.seed}, ceilings {run.run.measured_ceilings}", flush=True)
-        for level in arguments.levels:
-            for name in arguments.shape:
-                (ops_of_shape if level == "ops" else steps_of_shape)(run, name)
+        todo = list(product(arguments.levels, arguments.shape))
+        for i, (level, name) in enumerate(todo):
+            run.share(len(todo) - i)
+            (ops_of_shape if level == "ops" else steps_of_shape)(run, name)
     except UserError as error:
         print(f"bench_gpu: {error}", file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ for line in sys.stdin:
 """
 
 
+@cache
 def _wish(arch: str = "sm_90") -> Wish:
     return wish_of(facts_on(model_of(None, "tiny"), arch, 1, {}), {}, 0)
 

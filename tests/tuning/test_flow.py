@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import cache
 
 import pytest
 import torch
@@ -25,12 +26,12 @@ US = {16: 10.0, 32: 7.0, 64: 9.0, 128: 10.5}  # by BM: the rule's is 16
 SOON = 60.0
 
 
+@cache
 def _wish() -> Wish:
-    facts = facts_on(model_of(None, "tiny"), "sm_90", 1, {})
-    providers = dict.fromkeys(wish_of(facts, {}, 0).providers, "reference")
+    made = wish_of(facts_on(model_of(None, "tiny"), "sm_90", 1, {}), {}, 0)
     return Wish(
-        dims=wish_of(facts, {}, 0).dims,
-        providers=providers,
+        dims=made.dims,
+        providers=dict.fromkeys(made.providers, "reference"),
         arch="sm_90",
         dtype="float32",
         dialect="fn",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -27,9 +27,14 @@ from rocm_serve.tuning.weights import code_rms, fp8_weight
 TINY = ["decode", "--cpu", "--shape", "tiny", "--batch", "2", "--ctx", "40", "--seed", "3", "--steps", "2"]
 
 
+@cache
+def _rank() -> stage.Rank:
+    return stage.rank_of("tiny", running=8, longest=128)
+
+
 def _bench() -> Bench:
-    rank = stage.rank_of("tiny", running=8, longest=64)
-    return Bench(SHAPES["tiny"], rank.ops, rank.device, torch.float32, torch.float8_e4m3fn, 3)
+    rank = _rank()
+    return Bench(SHAPES["tiny"], replace(rank.ops), rank.device, torch.float32, torch.float8_e4m3fn, 3)
 
 
 def test_steps_of_a_tiny_model_are_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +76,7 @@ def test_captured_steps_touch_no_more_experts_and_draw_the_tokens_of_plain_ones(
     monkeypatch.setattr(LoadedStage, "graph_refusal", None)
     monkeypatch.setattr(step_level, "device_time", lambda stage, graphs: (None, "" if graphs.replay else "none"))
     drawn: dict[bool, list[list[int]]] = {True: [], False: []}
-    loaded = stage.load(stage.rank_of("tiny", running=4, longest=128), 3)
+    loaded = stage.load(_rank(), 3)
     for captured in (True, False):
         runner = loaded.runner(num_pages=24, num_slots=4)
         step_level.randomise(runner.cache, torch.Generator().manual_seed(1))
