@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_serve.ops import fp8
+from rocm_serve.ops import fp8, tiles
 from rocm_serve.ops.bind import OPS
 from rocm_serve.ops.contract import Arguments
 from tests.ops.on_gpu import BF16_LIMIT, EXPERT_ROWS, LINEAR_ROWS, LINEARS, LOGITS, SEED, SEED_VARIABLE, fp8_dtype
@@ -101,7 +101,7 @@ def routed(g: torch.Generator, rows: int, num_experts: int = 512, top_k: int = 1
 @pytest.mark.parametrize("activation", ["bf16", "fp8_1x128"])
 @pytest.mark.parametrize("rows", EXPERT_ROWS)
 def test_experts_of_the_2400b_model(g: torch.Generator, experts: Experts, rows: int, activation: str) -> None:
-    """Tiles of 16, 32 and 128 rows; from 820 rows on there are several panels of columns."""
+    """Both forms, of few rows and of many; from 820 rows on there are several panels of columns."""
     judged("moe_experts", {**routed(g, rows), **experts, "activation": activation})
 
 
@@ -137,6 +137,43 @@ def test_a_captured_graph_counts_its_rows_on_the_device(g: torch.Generator) -> N
         expected = OPS["moe_experts"].reference(**(made | {"num_rows": live}))
         found = error(out.float(), expected.double())
         assert found <= BF16_LIMIT, f"{live} rows: relative L2 {found:.2e}; {SAID}"
+
+
+def ways() -> list[tiles.Tile]:
+    """Return a tile of every way through the kernels of few rows, among those that tuning tries."""
+    shape = {"k": 4, "e": 16, "h": 512, "i": 256, "bits": 8}
+    tried = [
+        tile for rows in (1, 16, 256) for tile in tiles.candidates("moe_experts", {**shape, "rows": rows}, "sm_90")
+    ]
+    names = ("BM", "DIRECT", "FUSED", "PDL")
+    return list({(tile["UP_SPLITS"] > 0, *(tile[name] for name in names)): tile for tile in tried}.values())
+
+
+@pytest.mark.parametrize("tile", ways(), ids=lambda tile: " ".join(map(str, tile.values())))
+def test_every_way_of_few_experts_in_a_captured_graph(g: torch.Generator, tile: tiles.Tile) -> None:
+    """Replayed without a pause with other rows each time: a kernel that starts before its rows are there is seen."""
+    if tile["PDL"] and not torch.version.cuda:
+        pytest.skip("no such launches on this GPU")
+    w13, s13 = block_fp8(g, 16, 512, 512, scale=512**-0.5)
+    w2, s2 = block_fp8(g, 16, 512, 256, scale=1 / 16)
+    made = routed(g, 24, num_experts=16, top_k=4) | {"activation": "fp8_1x128", "x_TH": normal(g, 24, 512)}
+    made |= {"w13_EIH": w13, "w13_scale": s13, "w2_EHI": w2, "w2_scale": s2}
+    with tiles.forced("moe_experts", tile):
+        provider("moe_experts")(**made)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = provider("moe_experts")(**made)
+    found = []
+    for _ in range(20):
+        fresh = routed(g, 24, num_experts=16, top_k=4) | {"x_TH": normal(g, 24, 512)}
+        for name in ("ids_Tk", "weights_Tk", "x_TH"):
+            made[name].copy_(fresh[name])  # type: ignore[attr-defined]
+        graph.replay()
+        found.append((fresh, out.clone()))
+    for fresh, ours in found:
+        expected = OPS["moe_experts"].reference(**(made | fresh))
+        assert error(ours.float(), expected.double()) <= BF16_LIMIT, SAID
 
 
 def small(g: torch.Generator, rows: int) -> dict[str, Arguments]:
