@@ -46,26 +46,28 @@ def _queries(q, at, real, scale, d, D: tl.constexpr, KEY: tl.constexpr, DOT: tl.
 
 
 @triton.jit
-def _values(v, at, is_key, h, D: tl.constexpr, KEY: tl.constexpr, DOT: tl.constexpr, FP8: tl.constexpr):
+def _tile(pages, at, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load dimensions `d` of the vectors at `at`; those from D on are zeros."""
+    if D == BLOCK_D:
+        return tl.load(pages + at + d)
+    else:
+        return tl.load(pages + at + d, mask=d < D, other=0.0)
+
+
+@triton.jit
+def _values(v, at, h, D: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr, FP8: tl.constexpr):
     """Load values as two tiles of half the dimensions: the lower and the upper ones, or the even and the odd ones.
 
     What a matrix instruction takes transposed from shared memory comes in units of 16 bits: so FP8 numbers travel as
     pairs and part in registers.
     """
     if FP8 is None:
-        half: tl.constexpr = h.shape[0]
-        is_low, is_high = h < D, h + half < D
-        low = tl.load(v + at * D + tl.expand_dims(h, 1 - KEY), mask=is_key & tl.expand_dims(is_low, 1 - KEY), other=0.0)
-        v += half
-        high = tl.load(
-            v + at * D + tl.expand_dims(h, 1 - KEY), mask=is_key & tl.expand_dims(is_high, 1 - KEY), other=0.0
-        )
-        return low.to(DOT), high.to(DOT)
+        low = _tile(v, at * D, h, D, BLOCK_D)
+        return low.to(DOT), _tile(v, at * D, h + BLOCK_D // 2, D, BLOCK_D).to(DOT)
     else:
-        is_pair = is_key & tl.expand_dims(h < D // 2, 1 - KEY)
-        pair = tl.load(v + at * (D // 2) + tl.expand_dims(h, 1 - KEY), mask=is_pair, other=0)
-        even = (pair & 0xFF).to(tl.int8).to(FP8, bitcast=True)
-        odd = ((pair >> 8) & 0xFF).to(tl.int8).to(FP8, bitcast=True)
+        pair = _tile(v, at * (D // 2), h, D // 2, BLOCK_D // 2)
+        even = pair.to(tl.uint16, bitcast=True).to(tl.uint8).to(FP8, bitcast=True)
+        odd = (pair.to(tl.uint16, bitcast=True) >> 8).to(tl.uint8).to(FP8, bitcast=True)
         return even.to(DOT), odd.to(DOT)
 
 
@@ -153,11 +155,11 @@ def decode_attention_kernel(
     total, o_2 = zeros, o_1
     for block in range(split * span, stop, BLOCK_N):
         key = block + tl.arange(0, BLOCK_N)
-        page = tl.load(table + b.to(tl.int64) * table_row + key // PAGE, mask=key < stop, other=0).to(tl.int64)
-        kv_at = (page * PAGE + key % PAGE) * groups + group
-        is_k = tl.expand_dims(key < stop, 1 - KEY) & tl.expand_dims(d < D, KEY)
-        k = tl.load(k_pages + tl.expand_dims(kv_at * D, 1 - KEY) + tl.expand_dims(d, KEY), mask=is_k, other=0.0)
-        v_1, v_2 = _values(v_pages, tl.expand_dims(kv_at, KEY), tl.expand_dims(key < stop, KEY), h, D, KEY, DOT, FP8)
+        held = tl.minimum(key, stop - 1)  # keys past the end are those of the last one once more, and not visible
+        page = tl.load(table + b.to(tl.int64) * table_row + held // PAGE).to(tl.int64)
+        kv_at = (page * PAGE + held % PAGE) * groups + group
+        k = _tile(k_pages, tl.expand_dims(kv_at, 1 - KEY) * D, tl.expand_dims(d, KEY), D, BLOCK_D)
+        v_1, v_2 = _values(v_pages, tl.expand_dims(kv_at, KEY), tl.expand_dims(h, 1 - KEY), D, BLOCK_D, DOT, FP8)
         s = _product(x, k.to(DOT), zeros, KEY) * scale
         s = tl.where(tl.expand_dims(key, 1 - KEY) <= position, s, float("-inf"))
         p, shrink, peak_M, total = _probabilities(s, tl.expand_dims(m < BLOCK_Q, KEY), peak_M, total, KEY, DOT)
@@ -204,11 +206,14 @@ def merge_splits_kernel(
     tl.store(to, o_D.to(out.dtype.element_ty), mask=d < D)
 
 
-def _dot_dtype(q: torch.Tensor, pages: torch.Tensor) -> tl.dtype:
-    """Choose what is multiplied: fp16 holds every FP8 number, bf16 holds bf16; float32 needs itself."""
+def _dot_dtype(q: torch.Tensor, pages: torch.Tensor, arch: str) -> tl.dtype:
+    """Choose what is multiplied; every choice holds both factors exactly, float32 needs itself.
+
+    NVIDIA turns FP8 numbers into fp16 in one instruction, into bf16 in four.
+    """
     if torch.float32 in (q.dtype, pages.dtype):
         return tl.float32
-    return tl.float16 if pages.dtype.itemsize == 1 else tl.bfloat16
+    return tl.float16 if pages.dtype.itemsize == 1 and not arch.startswith("gfx") else tl.bfloat16
 
 
 def attention_decode(
@@ -224,10 +229,10 @@ def attention_decode(
 ) -> torch.Tensor:
     """Write softmax(scale q k) v of the sequences' rows to their rows of `out`: the reference's semantics.
 
-    Numerics: float32 rows or pages are multiplied in float32. Otherwise products are summed in fp32: of bf16 numbers,
-    or beside FP8 pages of fp16 ones, queries then divided by a power of two. Probabilities enter as a sum of two such
-    numbers. One rounding. How the keys are split depends on the number of sequences, rounded up to a power of two, and
-    on the card: so do the last bits.
+    Numerics: float32 rows or pages are multiplied in float32. Otherwise products are summed in fp32: of bf16, or
+    beside FP8 pages on NVIDIA of fp16 ones, queries then divided by a power of two. Probabilities enter as a sum of two
+    such numbers. One rounding. How the keys are split depends on the number of sequences, rounded up to a power of two,
+    and on the card: so do the last bits.
     Nothing is read on the host but the numbers of rows: with one row a sequence the call can be captured in a graph.
     """
     heads, d = q_THD.shape[1:]
@@ -238,15 +243,16 @@ def attention_decode(
     longest = max((b - a for a, b in zip(starts, starts[1:], strict=False)), default=0)
     if not longest:
         return out_THD
-    dot = _dot_dtype(q_THD, k_pages_PSGD)
-    fp8 = _FP8[k_pages_PSGD.dtype] if dot == tl.float16 else None
+    card = arch()
+    dot = _dot_dtype(q_THD, k_pages_PSGD, card)
+    fp8 = None if dot == tl.float32 else _FP8.get(k_pages_PSGD.dtype)
     values = v_pages_PSGD if fp8 is None else v_pages_PSGD.view(torch.int16)
     shared, many = heads // groups, sequences.num_sequences
     rows = min(longest, max(1, _VECTORS // shared))
     block_d, block_q = max(16, triton.next_power_of_2(d)), max(8, triton.next_power_of_2(rows * shared))
     itemsize = 4 if dot == tl.float32 else k_pages_PSGD.itemsize
     shape = {"rows": many, "vectors": block_q, "groups": groups, "d": block_d, "bytes": itemsize}
-    chosen = tile("attention_decode", shape, arch())
+    chosen = tile("attention_decode", shape, card)
     splits, block_n = chosen["SPLITS"], chosen["BLOCK_N"]
     target, peaks, totals = out_THD, None, None
     if splits > 1:
