@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels_hip import build
 from rocm_serve.errors import UserError
@@ -164,6 +165,33 @@ def test_strides_are_handed_on_and_only_unaligned_rows_are_copied() -> None:
         norm(odd, weight, eps=1e-6, plus_one=True)
         copy = library.calls[-1][1][0]
         assert copy is not odd and copy.is_contiguous() and torch.equal(copy, odd)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "gated_rms_norm"])
+def test_a_call_makes_its_result_and_nothing_else(op: str) -> None:
+    """Whatever else a call allocates costs the host as much as the launch."""
+    made: list[str] = []
+    library = Recorder()
+    run, rows = function(op, library), torch.zeros(5, 3, 128, dtype=BF16)[:, 1]
+    weight, how = torch.zeros(128, dtype=BF16), {"eps": 1e-6}
+    arguments = {
+        "rms_norm": (rows, weight),
+        "add_rms_norm": (rows, torch.zeros(5, 128, dtype=BF16), weight),
+        "gated_rms_norm": (rows[:, None], torch.zeros(5, 2, 128, dtype=BF16)[:, 1:], weight),
+    }[op]
+    more = how | ({"activation": "silu"} if op == "gated_rms_norm" else {"plus_one": True})
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made.append(str(call))
+            return call(*args, **(kwargs or {}))
+
+    with Made():
+        y = run(*arguments, **more)
+    assert made == ["aten.empty_like.default"]
+    assert y.is_contiguous() and y.data_ptr() in {
+        x.data_ptr() for x in library.calls[0][1] if isinstance(x, torch.Tensor)
+    }
 
 
 def test_a_residual_stream_that_is_not_aligned_still_receives_the_sum() -> None:
