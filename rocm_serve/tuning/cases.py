@@ -5,6 +5,8 @@ Letters as in the ops: T rows, H width, E experts, k choices, B sequences, P pag
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -126,7 +128,23 @@ def gdn(bench: Bench, rows: int, context: int = 0) -> Case:
         call(0)
         return max(relative(out[some], expected), relative(state[slots], held[1:]))
 
-    return Case("gdn_decode", f"B {rows}", cost, [lambda i=i: call(i) for i in range(sets)], check)
+    peers: dict[str, Sequence[Call]] = {}
+    if not bench.small and importlib.util.find_spec("fla") is not None:
+        peers["fla, gates given, states in rows"] = _fla(bench, rows, [heads(i)[:3] for i in range(sets)])
+    return Case("gdn_decode", f"B {rows}", cost, [lambda i=i: call(i) for i in range(sets)], check, peers=peers)
+
+
+def _fla(bench: Bench, rows: int, operands: Sequence[tuple[torch.Tensor, ...]]) -> list[Call]:
+    """Return calls of fla's recurrent kernel: it takes gates that are computed already, and states without slots."""
+    d, op = bench.dims, importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+    shape = (rows, d.value_heads, d.gdn_head_dim, d.gdn_head_dim)
+    states = [bench.rows(*shape, scale=0.1, dtype=torch.float32) for _ in operands]
+    decay, strength = (bench.rows(rows, 1, d.value_heads, dtype=torch.float32) for _ in range(2))
+    how = {"g": -decay.abs(), "beta": strength.sigmoid(), "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    return [
+        lambda q=q, k=k, v=v, state=state: op(q=q[:, None], k=k[:, None], v=v[:, None], initial_state=state, **how)
+        for (q, k, v), state in zip(operands, states, strict=True)
+    ]
 
 
 def step(bench: Bench, rows: int, context: int = 0) -> Case:
@@ -274,7 +292,8 @@ def head(bench: Bench, rows: int, context: int = 0) -> Case:
         expected = bench.ops.table["linear"].reference(x, w[0], out_dtype=torch.float32)
         _, _, token = call(w[0])
         best = expected.amax(-1)
-        return float(((best - expected.gather(-1, token[:, None])[:, 0]) / best.abs()).max())
+        missed = float(((best - expected.gather(-1, token[:, None])[:, 0]) / best.abs()).max())
+        return max(missed, relative(bench.ops.linear(x, w[0], out_dtype=torch.float32), expected))
 
     def plain(weight: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight).argmax(-1)

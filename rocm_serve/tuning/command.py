@@ -78,7 +78,7 @@ class Request:
             for i, tile in enumerate(group.tiles):
                 say(f"  {' '.join(f'{n} {size}' for n, size in tile.items())}{'' if i else '   (the rule)'}")
             total += len(group.tiles)
-        say(f"{total} candidates" + ("" if here else f"; {arch} is not here: shapes that count its units are of none"))
+        say(f"{total} candidates" + ("" if here else f"; {arch} is not here, nothing was compiled"))
         return 0
 
     def run(self, say: Say) -> int:
