@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -136,12 +137,14 @@ class SparseMoe(nn.Module):
             ops.providers["shared_expert_add"].name == REFERENCE or self.shared_expert_gate.weight_scale_inv is not None
         )
         self._with_shared = self._with_shared_by_parts if by_parts else self._with_shared_at_once
+        self._shared: Callable[[torch.Tensor], Callable[[], torch.Tensor]] = self._shared_after
         self.sends_fp8 = fp8 and self.exchange.scattered  # half the bytes, and the experts would quantise them anyway
 
     def forward(self, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> torch.Tensor:
         """Run the first `num_rows` rows through their experts; the rest is padding."""
         exchange = self.exchange
         own_nH, live = exchange.scatter(x_TH, num_rows) if exchange.scattered else (x_TH, num_rows)
+        shared = self._shared(own_nH)
         ids_nk, weights_nk = self.ops.moe_route(self.gate(own_nH), top_k=self.top_k, renormalise=self.renormalise)
         if self.observe is not None:
             self.observe(ids_nk, live)
@@ -151,10 +154,33 @@ class SparseMoe(nn.Module):
         slots_nk = ids_nk if self.slots is None else self.slots(ids_nk)
         sent = exchange.dispatch(rows_nH, scales, slots_nk, weights_nk, live)
         routed_nH = exchange.combine(self.experts(sent, own_nH.dtype), sent)
-        out_nH = self._with_shared(routed_nH, self.shared_expert.partial(own_nH), own_nH)
+        out_nH = self._with_shared(routed_nH, shared(), own_nH)
         if not exchange.complete:
             out_nH = self.comm.all_reduce(out_nH)
         return exchange.gather(out_nH, x_TH.shape[0], num_rows) if exchange.scattered else out_nH
+
+    def run_shared_beside(self, stream: torch.cuda.Stream) -> None:
+        """Compute the shared expert on `stream` from now on, while the routed ones are computed on the caller's.
+
+        Every forward leaves both streams joined: what one has allocated is not used again before the other has read it.
+        """
+        self._shared = partial(self._shared_beside, stream)
+
+    def _shared_after(self, x_nH: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return what computes the shared expert."""
+        return partial(self.shared_expert.partial, x_nH)
+
+    def _shared_beside(self, stream: torch.cuda.Stream, x_nH: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin the shared expert; return what waits for it."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            shared_nH = self.shared_expert.partial(x_nH)
+
+        def joined() -> torch.Tensor:
+            torch.cuda.current_stream().wait_stream(stream)
+            return shared_nH
+
+        return joined
 
     def run_by_parts(self) -> None:
         """Leave shared_expert_add alone from now on, so that each part's result can be seen."""
