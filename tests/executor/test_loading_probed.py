@@ -113,10 +113,10 @@ def test_weights_that_cannot_be_laid_out_are_refused_before_one_is_read(
     plain = resolved(model=str(path), op={}, **SMALL)
     needed = 1 << 40
 
-    def allowed(*args: object) -> int:
-        return needed
+    def allowed(*args: object) -> tuple[int, int]:
+        return needed, 0
 
-    monkeypatch.setattr(loading, "_allowed_bytes", allowed)
+    monkeypatch.setattr(loading, "_allowed_and_held", allowed)
     monkeypatch.setattr(loading, "_fill", lambda *args: None)
     weights = load_stage_model(plain, Mesh(1, 1).coord(0), SoloComm(), table=TABLE).weight_bytes
     monkeypatch.setattr(loading.memory, "step_bytes", lambda *args: 0)
