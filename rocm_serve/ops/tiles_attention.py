@@ -17,15 +17,15 @@ _BLOCKS = (8 << 10, 32 << 10)  # bytes of a block of keys, at least and at most
 
 
 def attention_decode_tile(shape: Shape, arch: str) -> Tile:
-    """Split each sequence's keys until there are enough programs; 16 KiB of keys a block at most,
-    and as much of values.
+    """Split each sequence's keys until there are enough programs; 16 KiB of keys a block at most, and of values.
 
     Page numbers are read a stage ahead of what stands there: of 5 stages two are blocks under way.
     """
     if shape["bytes"] == 4:  # for proofs, not for speed
         return _tile(min(2, _splits(shape)), 16, 1, 4, 1)
-    keys = max(16, min(64, (16 << 10) // (shape["d"] * shape["bytes"])))
-    return _tile(_splits(shape), keys, 1, 4, 1 if arch.startswith("gfx") else 5)
+    gfx = arch.startswith("gfx")
+    keys = max(16, min(32 if gfx else 64, (16 << 10) // (shape["d"] * shape["bytes"])))
+    return _tile(_splits(shape), keys, 1, 4, 1 if gfx else 5)
 
 
 def attention_decode_tiles(shape: Shape, arch: str) -> list[Tile]:

@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -119,6 +120,22 @@ def gdn_step(g: G) -> list[float]:
     return found
 
 
+def gdn_step_padded(g: G) -> list[float]:
+    """A batch of fixed size: what belongs to requests is right, whatever becomes of the dummy slot."""
+    made = step_case(g, F32, rows=(1,) * 5, heads=4, key_heads=2, key=16, value=16)
+    slots = torch.tensor([3, 0, 0, 1, 0], dtype=torch.int32)
+    made["sequences"] = replace(made["sequences"], slots=tuple(slots.tolist()), slots_B=slots)  # type: ignore[type-var]
+    provider = importlib.import_module("rocm_serve.ops.gdn_step.triton").gdn_step
+    found = []
+    for function in (provider, OPS["gdn_step"].reference):
+        own = as_in_the_layer("gdn_step", copied(made))
+        own["state"][0] = float("nan")
+        own["conv_state"][0] = float("nan")
+        y = function(**own)
+        found.append((y[[0, 3]], own["state"][1:], own["conv_state"][1:]))
+    return [error(got, expected.double()) for got, expected in zip(*found, strict=True)]
+
+
 def gdn_chunk(g: G) -> list[float]:
     return errors("gdn_chunk", gdn_case(g, F32, rows=(5, 0, 17), heads=2, key_heads=1, key=16, value=8, first_row=3))
 
@@ -151,6 +168,16 @@ def attention_decode_in_splits(g: G) -> list[float]:
 def attention_decode(g: G) -> list[float]:
     names = ("no sequences", "drafts to verify", "one kv head", "fp8 pages, scales")
     return [e for name in names for e in errors("attention_decode", case("attention_decode", name, g))]
+
+
+def attention_decode_in_a_graph(g: G) -> list[float]:
+    """A captured batch is replayed with other contexts and pages: those that the host knew then are not looked at."""
+    decode = importlib.import_module("rocm_serve.ops.attention_decode.triton")
+    made: dict[str, Any] = attention_case(g, F32, rows=(1, 1, 1), contexts=(0, 40, 17), heads=8, kv_heads=1, d=32)
+    stale = replace(made["sequences"], contexts=(-1, -1, -1), slots=(-1, -1, -1))
+    nothing = torch.full_like(made["out_THD"], float("nan"))
+    out = decode.attention_decode(**made | {"sequences": stale, "out_THD": nothing})
+    return [error(out[:3], OPS["attention_decode"].reference(**made)[:3].double())]
 
 
 def softplus(g: G) -> list[float]:
@@ -217,10 +244,12 @@ CHECKS: Mapping[str, Callable[[G], list[float]]] = {
         causal_conv,
         gdn_decode,
         gdn_step,
+        gdn_step_padded,
         gdn_chunk,
         attention_prefill,
         attention_decode_in_splits,
         attention_decode,
+        attention_decode_in_a_graph,
         softplus,
         drafts,
         drafts_in_one_op,
