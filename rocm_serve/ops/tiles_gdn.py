@@ -33,11 +33,10 @@ def gdn_tiles(shape: Shape, arch: str) -> list[Tile]:
     """List tiles of 16 to 64 floats of the state a lane."""
     keys, lanes = _power_of_two(shape["k"]), 64 if arch.startswith("gfx") else 32
     return [
-        {"BV": values, "KL": columns, "num_warps": warps}
+        {"BV": values, "KL": min(keys, 32), "num_warps": warps}
         for values in (16, 32, 64, 128)
-        for columns in (32, 64)
         for warps in (1, 2, 4, 8, 16)
-        if values <= _power_of_two(shape["v"]) and columns <= keys and 16 <= values * keys // (warps * lanes) <= 64
+        if values <= _power_of_two(shape["v"]) and 16 <= values * keys // (warps * lanes) <= 64
     ]
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_serve.ops import tiles
 from rocm_serve.ops.attention_cases import attention_case
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import OPS
 from rocm_serve.ops.contract import Arguments
 from rocm_serve.ops.gdn_cases import gdn_case
+from rocm_serve.ops.gdn_step.cases import step_case
 from rocm_serve.ops.inputs import normal, sequences_of
 from tests.ops.layer_layout import as_in_the_layer
 from tests.ops.test_gpu import moved
@@ -126,12 +128,48 @@ def test_recurrent_rows_of_many_sequences_with_drafts_on_a_copy(dtype: torch.dty
     judge("gdn_decode", build, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_steps_of_many_sequences_of_the_real_width(dtype: torch.dtype) -> None:
+    sizes: dict[str, int] = {"heads": 16, "key_heads": 2, "key": 128, "value": 128}
+    judge("gdn_step", lambda g: step_case(g, dtype, rows=(1,) * 150, **sizes), dtype)
+    judge("gdn_step", lambda g: step_case(g, dtype, rows=(1, 4, 7), commits=(1, 1, 4), **sizes), dtype)
+
+
+@pytest.mark.parametrize("values", [128, 32])
+def test_a_captured_step_goes_by_the_slots_that_stand_on_the_device(values: int) -> None:
+    """Replays advance the states of other slots each time; the windows that heads share are rewritten once in each."""
+    g = torch.Generator().manual_seed(secrets.randbits(31))
+    sizes: dict[str, int] = {"heads": 16, "key_heads": 2, "key": 128, "value": 128}
+    made = on_gpu(step_case(g, torch.bfloat16, rows=(1,) * 8, **sizes))
+    rows = made["sequences"].row_starts[-1]
+    made |= {name: made[name][:rows].contiguous() for name in ("u_TC", "a_TH", "b_TH", "z_THV")}
+    theirs, dummy = copied(made), torch.zeros(8, dtype=torch.int32, device="cuda")
+    slots_B = dummy.clone()
+    made["sequences"] = replace(made["sequences"], slots=(0,) * 8, slots_B=slots_B)
+    graph, tile = torch.cuda.CUDAGraph(), {"BV": values, "KL": 32, "num_warps": values * 128 // 2048}
+    with tiles.forced("gdn_step", tile):
+        triton("gdn_step")(**made)
+        with torch.cuda.graph(graph):
+            y = triton("gdn_step")(**made)
+    for live in (5, 8, 1, 7):
+        slots = (1 + torch.randperm(8, generator=g))[:live].tolist()
+        slots_B.copy_(torch.tensor(slots + [0] * (8 - live), dtype=torch.int32))
+        graph.replay()
+        of_live = {name: theirs[name][:live] for name in ("u_TC", "a_TH", "b_TH", "z_THV")}
+        sequences = replace(theirs["sequences"].run(0, live), slots=tuple(slots), slots_B=slots_B[:live].clone())
+        expected = OPS["gdn_step"].reference(**theirs | of_live | {"sequences": sequences})
+        pairs = [(y[:live], expected), *((made[x][1:9], theirs[x][1:9]) for x in ("state", "conv_state"))]
+        errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in pairs]
+        assert max(errors) <= 5e-3, errors
+
+
 def one_layer(g: torch.Generator, contexts: tuple[int, ...]) -> dict[str, dict[str, Any]]:
     """Arguments of every op of a decode step, one row a sequence, on the GPU."""
     rows = (1,) * len(contexts)
     made: dict[str, Arguments] = {
         "causal_conv": conv_case(g, torch.bfloat16, rows, 256),
         "gdn_decode": gdn_case(g, torch.bfloat16, rows=rows, key=32, value=48),
+        "gdn_step": step_case(g, torch.bfloat16, rows=rows),
         "qk_norm_rope": OPS["qk_norm_rope"].cases["2.4T heads"](g, torch.bfloat16),
         "kv_write": OPS["kv_write"].cases["fp8 pages, scales"](g, torch.bfloat16),
         "attention_decode": attention_case(g, torch.bfloat16, rows=rows, contexts=contexts),
