@@ -128,7 +128,7 @@ def load(rank: Rank, seed: int) -> LoadedStage:
     model.prepare()
     planned = memory.weight_bytes(rank.params, rank.coord, resolved)
     held = sum(tensor.nbytes for tensor in model.state_dict().values())
-    return LoadedStage(resolved, rank.coord, facts, model, rank.ops, comm, device, dtype, planned, held, 0, experts)
+    return LoadedStage(resolved, rank.coord, facts, model, rank.ops, comm, device, dtype, planned, held, 0, experts, 0)
 
 
 def compile_beside(rank: Rank, points: Sequence[Point], jobs: int, timeout_s: float) -> list[str]:

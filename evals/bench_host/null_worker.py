@@ -111,6 +111,7 @@ def load_null_stage(
         held_bytes=0,
         cache_bytes=_CACHE_BYTES,
         experts=StageExperts(ExpertWiring(ExpertPlan(), {}), Exchanges((), comm, row_multiple=1)),
+        graph_bytes=0,
     )
 
 

@@ -64,7 +64,7 @@ class LoadedStage:
     held_bytes: int  # of the model's tensors, as they came out of `prepare`
     cache_bytes: int  # what is left for pages and slots
     experts: StageExperts
-    graph_bytes: int = 0  # planned, for graphs of decode steps
+    graph_bytes: int  # planned, for graphs of decode steps
 
     @property
     def page_bytes(self) -> int:
