@@ -193,7 +193,7 @@ def choose(
     """
     ops = OPS if table is None else table
     known, against = facts or {}, refused or {}
-    wished = {_split(key, ops): provider for key, provider in overrides.items()}
+    wished = _wished(overrides, ops)
     report = []
     for name, op in ops.items():
         override = wished.get((None, name))
@@ -207,6 +207,16 @@ def choose(
         if layer is not None:
             report.append(_forced(ops[name], f"layers.{layer}.{name}", provider, arch, known, against))
     return [replace(line, tuning=tuning(_split(line.op, ops)[1], line.provider, known)) for line in report]
+
+
+def _wished(overrides: Mapping[str, str], ops: Mapping[str, Op]) -> dict[tuple[int | None, str], str]:
+    """Return the overrides by layer and op. One of a part has the parts run, unless the whole is overridden as well."""
+    wished = {_split(key, ops): provider for key, provider in overrides.items()}
+    for layer, name in tuple(wished):
+        for whole in ops.values():
+            if name in whole.parts:
+                wished.setdefault((layer, whole.name), REFERENCE)
+    return wished
 
 
 def op_names() -> tuple[str, ...]:

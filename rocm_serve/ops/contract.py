@@ -88,6 +88,7 @@ class Op:
     """The contract. `mutates` names arguments written in place: they are outputs of the op beside its result.
 
     `weights` names the arguments that are a layer's parameters and may be laid out by the provider.
+    `parts` names the ops whose work this one does: where its reference is bound, a layer calls those.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Op:
     mutates: tuple[str, ...] = ()
     others: tuple[Provider, ...] = ()
     weights: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [p.name for p in self.providers.values()]

@@ -76,6 +76,28 @@ def test_an_override_of_one_layer_leaves_the_others_alone(two_more: Op) -> None:
     assert ops.report[-1].op == "layers.3.silu_mul"
 
 
+def test_an_override_of_a_part_has_the_parts_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(*arguments: object) -> torch.Tensor:
+        raise AssertionError("not called")
+
+    table = {**OPS, "gdn_step": replace(OPS["gdn_step"], others=(Provider("kernel", lambda: kernel),))}
+    orders = {"gdn_step": ("kernel", "reference")}
+    monkeypatch.setattr(bind, "provider_order", lambda name, arch: orders.get(name, ("reference",)))
+
+    def bound(overrides: dict[str, str], layer: int) -> bool:
+        return bind_ops(overrides, "cpu", table=table).for_layer(layer).gdn_step is kernel
+
+    assert bound({}, 3)
+    assert bound({"gdn_chunk": "reference"}, 3)
+    assert not bound({"causal_conv": "reference"}, 3)
+    assert bound({"layers.3.gdn_decode": "reference"}, 2) and not bound({"layers.3.gdn_decode": "reference"}, 3)
+    assert bound({"gdn_decode": "reference", "gdn_step": "kernel"}, 3)
+
+
+def test_every_part_is_an_op_that_has_no_parts() -> None:
+    assert all(not OPS[part].parts for op in OPS.values() for part in op.parts)
+
+
 def test_an_override_of_an_op_holds_in_every_layer(two_more: Op) -> None:
     ops = bind_ops({"silu_mul": "reference"}, "gfx950")
     assert ops.silu_mul is ops.for_layer(7).silu_mul is OPS["silu_mul"].reference

@@ -21,5 +21,6 @@ OP = Op(
         "bfloat16": Tol(8e-3, "three roundings to 8 bits: of the convolved rows, of what is read, of the gated result"),
     },
     mutates=("conv_state", "state"),
+    parts=("causal_conv", "gdn_decode", "gated_rms_norm"),
     others=(triton_provider("gdn_step", limits=_limits),),
 )

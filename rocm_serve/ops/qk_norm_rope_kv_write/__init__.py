@@ -9,5 +9,6 @@ OP = Op(
     CASES,
     rounding_tolerances(),
     mutates=("k_pages_PSGD", "v_pages_PSGD"),
+    parts=("qk_norm_rope", "kv_write"),
     others=(triton_provider("qk_norm_rope_kv_write"),),
 )

@@ -12,4 +12,5 @@ OP = Op(
     CASES,
     MappingProxyType({"float32": Tol(4e-6, FP32_WHY), "bfloat16": Tol(5e-3, _BF16_WHY)}),
     others=(triton_provider("shared_expert_add"),),
+    parts=("sigmoid_mul",),
 )
