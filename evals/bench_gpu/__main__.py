@@ -25,7 +25,17 @@ import torch
 from evals.bench_gpu import op_level, stage, step_level
 from evals.bench_gpu.machine import describe
 from evals.bench_gpu.plot import svg
-from evals.bench_gpu.records import Failure, OpRecord, Run, StepRecord, markdown, op_line, step_line, table
+from evals.bench_gpu.records import (
+    Failure,
+    OpRecord,
+    Run,
+    StepRecord,
+    kernel_lines,
+    markdown,
+    op_line,
+    step_line,
+    table,
+)
 from rocm_serve.config.load import parse_ops
 from rocm_serve.errors import UserError
 from rocm_serve.executor.loading import MODEL_DTYPES, LoadedStage, dialect_of
@@ -92,6 +102,8 @@ class Measuring:
             self.run.failures.append(record)
             line = f"FAILED {record.what}: {record.error}"
         print(f"[{time.monotonic() - self._started:5.0f} s] {line}", flush=True)
+        if isinstance(record, StepRecord) and record.kernels:
+            print("\n".join(kernel_lines(record)), flush=True)
         self.run.write(self.arguments.json)
 
     def failed(self, what: str, error: Exception) -> None:
@@ -196,10 +208,9 @@ def _steps_of_stage(
         if not run.reached(what):
             continue
         try:
-            found = step_level.measure(
-                loaded, runner, batch, context, (i + 1) << 16, captured=mode == "graphs", steps=a.steps
-            )
-        except (RuntimeError, AssertionError, UserError) as error:
+            how = {"captured": mode == "graphs", "steps": a.steps, "profile": a.profile}
+            found = step_level.measure(loaded, runner, batch, context, (i + 1) << 16, **how)
+        except Exception as error:  # whatever ends a point is written down, and the next one is tried
             run.failed(what, error)
             continue
         run.found(_step_record(run, name, mode, batch, context, found))
@@ -240,6 +251,7 @@ def _step_record(
         uniform_ratio=even / found.wall,
         distinct=sum(found.distinct) / len(found.distinct),
         uniform_distinct=uniform,
+        kernels=found.kernels,
         parts_ms={cost.op: cost.seconds(run.ceilings) * 1e3 for cost in parts},
     )
 
@@ -259,6 +271,7 @@ def parser() -> argparse.ArgumentParser:
         "--many", nargs="+", type=int, default=list(op_level.MANY_ROWS), help="rows of norms and the like"
     )
     made.add_argument("--steps", type=int, default=step_level.TIMED_STEPS, help="timed steps of a point")
+    made.add_argument("--profile", action="store_true", help="list the kernels of each captured step with their times")
     made.add_argument("--op", nargs="+", default=[], metavar="OP=PROVIDER", help="as for serve")
     made.add_argument("--json", type=Path, help="write the figures to this file, after every point")
     made.add_argument("--plot", type=Path, help="write the plot to this SVG file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -59,6 +60,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     distinct: float  # experts of a layer, mean
     uniform_distinct: float
     parts_ms: dict[str, float]  # the floor, by op
+    kernels: dict[str, tuple[int, float]] = {}  # launches of one captured step and their microseconds
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -108,13 +110,29 @@ def step_line(one: StepRecord) -> str:
     vllm = VLLM_MS.get(one.shape, {}).get((one.batch, one.context))
     beside = "" if vllm is None else f"  vLLM {vllm:.2f} ({vllm / one.wall_ms:.2f}x ours)"
     device = "-" if one.device_ms is None else f"{one.device_ms:.3f}"
-    how = "" if one.device_how in ("graph", "clock") else f"  [{one.device_how[:60]}]"
+    how = "" if one.device_how in ("", "graph", "clock") else f"  [{one.device_how[:60]}]"
     return (
         f"{one.shape:7} {one.mode:6} B {one.batch:<4} ctx {one.context:<6} {one.wall_ms:8.3f} ms"
         f" ({one.low:.3f} to {one.high:.3f})  device {device}  floor {one.floor_ms:.3f}"
         f"  {one.ratio:5.2f}  uniform {one.uniform_floor_ms:.3f}  {one.uniform_ratio:5.2f}"
         f"  {one.distinct:.1f} experts a layer (uniform {one.uniform_distinct:.1f}){beside}{how}"
     )
+
+
+def kernel_lines(one: StepRecord, most: int = 20) -> list[str]:
+    """Write the kernels of a step that take longest, and all the others together."""
+    found = [(name[:90], count, us) for name, (count, us) in one.kernels.items()]
+    if not found:
+        return []
+    found = [(f"in all, of {one.shape} B {one.batch} ctx {one.context}", *_sum(found)), *found]
+    rest = found[most + 1 :]
+    if rest:
+        found[most + 1 :] = [(f"{len(rest)} others", *_sum(rest))]
+    return [f"  {us:9.1f} us  {count:4} x  {name}" for name, count, us in found]
+
+
+def _sum(kernels: Sequence[tuple[str, int, float]]) -> tuple[int, float]:
+    return sum(count for _, count, _ in kernels), sum(us for _, _, us in kernels)
 
 
 def _short(one: OpRecord) -> str:

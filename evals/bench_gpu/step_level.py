@@ -36,6 +36,7 @@ class StepFinding:
     device: float | None
     device_how: str
     distinct: tuple[int, ...]  # experts touched, layer by layer, in one step
+    kernels: dict[str, tuple[int, float]]  # name -> launches of one step, their microseconds; empty if not asked for
 
 
 class Decoding:
@@ -195,6 +196,21 @@ def device_time(stage: LoadedStage, graphs: Graphs | None) -> tuple[float | None
     return statistics.median(times), "graph"
 
 
+def kernels_of(graphs: Graphs | None) -> dict[str, tuple[int, float]]:
+    """Say which kernels a captured step launches, how often, and how long they take together, the longest first.
+
+    Units: microseconds of one step. Kernels that overlap are counted each.
+    """
+    if graphs is None or graphs.replay is None:
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        graphs.replay()
+        torch.cuda.synchronize()
+    events = [one for one in profiler.key_averages() if one.self_device_time_total > 0]
+    events.sort(key=lambda one: -one.self_device_time_total)
+    return {one.key: (one.count, one.self_device_time_total) for one in events}
+
+
 def measure(
     stage: LoadedStage,
     runner: StageRunner,
@@ -204,6 +220,7 @@ def measure(
     *,
     captured: bool,
     steps: int = TIMED_STEPS,
+    profile: bool = False,
 ) -> StepFinding:
     """Measure one point. Errors: SamplingFailed when logits are not finite; UserError of a capture."""
     plain = stepper(stage, runner, batch, captured=False)
@@ -215,9 +232,10 @@ def measure(
         decoding.step()
     times = [decoding.step() * 1e3 for _ in range(steps)]
     device, how = device_time(stage, chosen.graphs)
+    kernels = kernels_of(chosen.graphs) if profile else {}
     decoding.release()
     low, median, high = statistics.quantiles(times, n=4)
-    return StepFinding(median, low, high, device, how, distinct)
+    return StepFinding(median, low, high, device, how, distinct, kernels)
 
 
 def points(batches: Sequence[int], contexts: Sequence[int], first: int) -> Iterator[tuple[int, int]]:

@@ -71,10 +71,12 @@ def attention(bench: Bench, rows: int, context: int) -> Case:
     def call(i: int) -> torch.Tensor:
         return bench.ops.attention_decode(q[i], k, v, batches[i], out, **scale)
 
+    picked = bench.sample(rows)
+
     def check() -> float:
         out.fill_(float("nan"))
         call(0)
-        some = bench.sample(rows)[:3]
+        some = sorted({picked[0], picked[len(picked) // 2], picked[-1]})
         expected = torch.empty_like(q[0][some])
         reference = bench.ops.table["attention_decode"].reference
         reference(q[0][some], k, v, _picked(batches[0], some, some), expected, **scale)
@@ -116,8 +118,10 @@ def gdn(bench: Bench, rows: int, context: int = 0) -> Case:
     def call(i: int) -> torch.Tensor:
         return bench.ops.gdn_decode(*heads(i), a_log, bias, state, batches[i], out)
 
+    picked = bench.sample(rows)
+
     def check() -> float:
-        some = bench.sample(rows)
+        some = picked
         slots = [batches[0].slots[i] for i in some]
         held = state[[0, *slots]]
         expected = torch.empty_like(out[some])
@@ -176,8 +180,10 @@ def step(bench: Bench, rows: int, context: int = 0) -> Case:
     def call(i: int) -> torch.Tensor:
         return arguments(bench.ops.gdn_step, i, slice(None), (window, state), batches[i])
 
+    picked = bench.sample(rows)
+
     def check() -> float:
-        some = bench.sample(rows)
+        some = picked
         slots = [batches[0].slots[i] for i in some]
         held = (window[[0, *slots]], state[[0, *slots]])
         few = _picked(batches[0], some, range(1, len(some) + 1))
@@ -204,8 +210,10 @@ def conv(bench: Bench, rows: int, context: int = 0) -> Case:
     def call(i: int) -> torch.Tensor:
         return bench.ops.causal_conv(u[i], weight, state, batches[i])
 
+    picked = bench.sample(rows)
+
     def check() -> float:
-        some = bench.sample(rows)
+        some = picked
         slots = [batches[0].slots[i] for i in some]
         held = state[[0, *slots]]
         few = _picked(batches[0], some, range(1, len(some) + 1))
@@ -232,8 +240,10 @@ def experts(bench: Bench, rows: int, context: int = 0) -> Case:
     def call(i: int) -> torch.Tensor:
         return bench.ops.moe_experts(x[i], ids[i], shares[i], rows, **prepared[i % len(layers)], **how)
 
+    picked = bench.sample(rows)
+
     def check() -> float:
-        some = bench.sample(rows)
+        some = picked
         reference = bench.ops.providers["moe_experts"].semantics or bench.ops.table["moe_experts"].reference
         expected = reference(x[1][some], ids[1][some], shares[1][some], len(some), **bench.experts[1], **how)
         return relative(call(1)[some], expected)
@@ -314,8 +324,10 @@ def norms(bench: Bench, rows: int, *, residual: bool) -> Case:
     def call(i: int) -> torch.Tensor:
         return op(x[i], stream[i], weight, **how) if residual else op(x[i], weight, **how)
 
+    picked = bench.sample(rows)
+
     def check() -> float:
-        some = bench.sample(rows)
+        some = picked
         held = stream[0][some].clone()
         expected = reference(x[0][some], held, weight, **how) if residual else reference(x[0][some], weight, **how)
         worst = relative(call(0)[some], expected)
@@ -332,8 +344,10 @@ def quantise(bench: Bench, rows: int) -> Case:
     cost, dtype = floor.quantise(h, rows), bench.fp8 or FN
     x = [bench.rows(rows, h) for _ in range(bench.sets(cost.nbytes))]
 
+    picked = bench.sample(rows)
+
     def check() -> float:
-        some = bench.sample(rows)
+        some = picked
         (q, s), (eq, es) = (
             f(one, dtype=dtype)
             for f, one in ((bench.ops.quantise_rows, x[0]), (bench.ops.table["quantise_rows"].reference, x[0][some]))

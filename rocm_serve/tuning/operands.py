@@ -78,7 +78,7 @@ class Bench:
 
     def sample(self, rows: int) -> list[int]:
         """Choose rows that are held against the reference: the first, the last, some between."""
-        picked = self.order(rows)[:SAMPLED_ROWS].tolist()
+        picked = self.deck(rows)[:SAMPLED_ROWS]
         return sorted({0, rows - 1, *picked})[: SAMPLED_ROWS + 2]
 
     @cached_property

@@ -1,9 +1,8 @@
-"""Random weights, no zeros, made on the device: activations stay near one, experts are FP8 codes of all sizes."""
+"""Random weights, no zeros, made on the device: activations stay near one, experts are FP8."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from math import sqrt
 
 import torch
@@ -11,28 +10,27 @@ import torch
 from rocm_serve.checkpoint.initial import draw
 from rocm_serve.ops.fp8 import BLOCK, FNUZ, FP8_DTYPES
 
-_AT_ONCE = 1 << 28  # codes whose NaNs are replaced at a time
+_AT_ONCE = 1 << 26  # codes that are drawn at a time
+_DEVIATION = 112.0  # of the values of codes, as of a block of normal weights whose largest is four deviations
+_MOST = {FNUZ: 224.0}  # a fnuz code means half of what it means in fn
 
 
 def random_codes_(weight: torch.Tensor, g: torch.Generator) -> None:
-    """Fill an FP8 tensor with random codes, all of them numbers."""
-    codes = weight.view(torch.uint8).view(-1)
-    codes.random_(0, 256, generator=g)
-    for piece in codes.split(_AT_ONCE):
-        no_number = piece == 0x80 if weight.dtype is FNUZ else (piece & 0x7F) == 0x7F
-        piece.masked_fill_(no_number, 0x38)  # 1 in e4m3fn
+    """Fill an FP8 tensor with the codes of normal numbers, blocks of which reach the end of the scale.
 
-
-@cache
-def code_rms(dtype: torch.dtype) -> float:
-    """Return the root mean square of all numbers of an FP8 dialect."""
-    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-    return float(values[values.isfinite()].square().mean().sqrt())
+    Codes at random would not do: most of such a sum comes from a few of its products, and matrix instructions that keep
+    few bits of a sum would lose more of it than of any model's.
+    """
+    most = _MOST.get(weight.dtype, 448.0)
+    for piece in weight.view(-1).split(_AT_ONCE):
+        values = torch.empty(piece.shape, dtype=torch.float32, device=piece.device)
+        values.normal_(0.0, _DEVIATION * most / 448.0, generator=g).clamp_(-most, most)
+        piece.copy_(values)
 
 
 def random_scales_(scale: torch.Tensor, columns: int, dtype: torch.dtype, g: torch.Generator) -> None:
     """Fill scales so that a product with rows of size one has size one; no two blocks alike."""
-    unit = 1.0 / (code_rms(dtype) * sqrt(columns))
+    unit = 448.0 / (_MOST.get(dtype, 448.0) * _DEVIATION * sqrt(columns))
     scale.uniform_(0.75 * unit, 1.25 * unit, generator=g)
 
 
