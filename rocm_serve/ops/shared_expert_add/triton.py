@@ -39,7 +39,7 @@ def shared_expert_add(
             DEEP=deep,
             COLUMNS=columns,
             BLOCK=block,
-            num_warps=max(1, min(8, deep // 256)),
+            num_warps=max(1, deep // 512),
         )
     return out_TH
 
