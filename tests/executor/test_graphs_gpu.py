@@ -111,7 +111,7 @@ def decoded(stage: LoadedStage, runner: StageRunner, count: int, steps: int) -> 
         )
         out.append(runner.step(Plan(position, work), rows_of(stage, count)))
     runner.step(Plan(steps, (), released=tuple(rids)), None)
-    return [one.cpu() if isinstance(one, torch.Tensor) else one.sampled for one in out]
+    return [one[:count].cpu() if isinstance(one, torch.Tensor) else one.sampled for one in out]
 
 
 def same(one: object, other: object) -> bool:
