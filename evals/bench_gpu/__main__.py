@@ -67,7 +67,7 @@ class Measuring:
         self.ceilings = Ceilings(copy, bf16, fp8).at_least(Ceilings())
         used = (self.ceilings.bytes_s, self.ceilings.bf16_s, self.ceilings.fp8_s)
         self.run = Run(
-            machine=describe(),
+            machine=describe(arguments.commit),
             command=command,
             seed=arguments.seed,
             measured_ceilings=(copy, bf16, fp8),
@@ -275,6 +275,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--op", nargs="+", default=[], metavar="OP=PROVIDER", help="as for serve")
     made.add_argument("--json", type=Path, help="write the figures to this file, after every point")
     made.add_argument("--plot", type=Path, help="write the plot to this SVG file")
+    made.add_argument("--commit", help="what is measured, on a machine where git cannot say")
     made.add_argument("--budget-s", type=float, default=1e9, help="begin no point after so many seconds")
     made.add_argument("--seed", type=int, default=secrets.randbits(31))
     made.add_argument("--cpu", action="store_true", help="run on a machine without a GPU: a test of this program")
@@ -291,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.manual_seed(arguments.seed)
         if device.type == "cpu" and not arguments.cpu:
             raise UserError("torch sees no GPU on this machine, so nothing was run; --cpu tries the program itself")
-        run = Measuring(arguments, f"python -m evals.bench_gpu {' '.join(argv or sys.argv[1:])}", device)
+        run = Measuring(arguments, _command(argv or sys.argv[1:]), device)
         print(f"{run.run.machine['gpu']}, seed {arguments.seed}, ceilings {run.run.measured_ceilings}", flush=True)
         todo = list(product(arguments.levels, arguments.shape))
         for i, (level, name) in enumerate(todo):
@@ -309,6 +310,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(run.run.failures) or not all(one.right for one in run.run.ops))
 
 
+def _command(argv: Sequence[str]) -> str:
+    """Write the command without the folders of one machine."""
+    return " ".join(["python -m evals.bench_gpu", *(Path(word).name if "/" in word else word for word in argv)])
+
+
 def _show(arguments: argparse.Namespace) -> int:
     """Draw or write out what an earlier run found."""
     if arguments.json is None or (arguments.part == "plot" and arguments.plot is None):
@@ -323,7 +329,8 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _title(run: Run) -> str:
-    return f"Decode step, share of the floor of uniform routing: {run.machine['gpu']}, {run.machine['commit']}"
+    what = run.machine["commit"] or f"sources {run.machine['sources']}"
+    return f"Decode step, share of the floor of uniform routing: {run.machine['gpu']}, {what}"
 
 
 if __name__ == "__main__":

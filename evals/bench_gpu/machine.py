@@ -15,8 +15,8 @@ from rocm_serve.platform.probe import gpus_seen_by_torch
 _PACKAGES = ("torch", "triton", "amd-aiter", "flash-attn", "flash-linear-attention", "fla-core", "numpy", "msgspec")
 
 
-def describe() -> dict[str, object]:
-    """Name hardware and versions. On a machine without git the commit is unknown, the hash of the sources is not."""
+def describe(commit: str | None = None) -> dict[str, object]:
+    """Name hardware and versions. `commit`: where git cannot say; the hash of the sources is known anywhere."""
     gpu = gpus_seen_by_torch()
     found: dict[str, object] = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -30,7 +30,7 @@ def describe() -> dict[str, object]:
         "python": platform.python_version(),
         "kernel": platform.release(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "commit": _asked("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit or _asked("git", "rev-parse", "--short", "HEAD"),
         "sources": source_hash(),
     }
     return found

@@ -43,6 +43,7 @@ def test_steps_of_a_tiny_model_are_measured_and_written(tmp_path: Path, capsys: 
     assert main(command) == 0
     run = msgspec.json.decode(file.read_bytes(), type=Run)
     assert not run.failures
+    assert run.command.startswith("python -m evals.bench_gpu decode --cpu") and str(tmp_path) not in run.command
     assert [(one.batch, one.context) for one in run.steps] == [(2, 40)]
     step = run.steps[0]
     assert step.ratio == pytest.approx(step.floor_ms / step.wall_ms)
