@@ -74,18 +74,40 @@ class GatedDeltaNet(nn.Module):
         self.key_heads, self.value_heads = key_heads // comm.size, value_heads // comm.size
         self.key_dim, self.value_dim = key_dim, value_dim
         self._channels = 2 * self.key_heads * key_dim + self.value_heads * value_dim
-        self._run = self._by_parts if ops.providers["gdn_step"].name == REFERENCE else self._by_steps
+        self._in_proj: torch.Tensor | None = None
+        self._run, self._project = self._by_parts, self._project_apart
+        if ops.providers["gdn_step"].name != REFERENCE:
+            self._run = self._by_steps
+            self._join_projections()
 
     def run_by_parts(self) -> None:
-        """Leave gdn_step alone from now on, so that each part's result can be seen."""
-        self._run = self._by_parts
+        """Leave gdn_step and the joined projection alone from now on, so that each part's result can be seen."""
+        self._run, self._project = self._by_parts, self._project_apart
+
+    def _join_projections(self) -> None:
+        """Make both projections rows of one weight, where both are plain: one product then makes q, k, v, z, b, a."""
+        parts = self.in_proj_qkvz, self.in_proj_ba
+        if any(part.weight_scale_inv is not None for part in parts) or "linear" in self.ops.preparing:
+            return
+        first, second = (part.weight for part in parts)
+        if first.dtype == second.dtype:
+            self._in_proj = first.new_empty(len(first) + len(second), first.shape[1])
+            first.data, second.data = self._in_proj.split([len(first), len(second)])
+            self._project = self._project_at_once
 
     def forward(self, x_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         value = self.value_heads * self.value_dim
-        u_TC, z = self.in_proj_qkvz(x_TH).split([self._channels, value], dim=-1)
-        ba_TG = self.in_proj_ba(x_TH)
+        u_TC, z, ba_TG = self._project(x_TH)
         gated_THV = self._run(u_TC, ba_TG, z.view(-1, self.value_heads, self.value_dim), batch)
         return self.out_proj(gated_THV.view(-1, value))
+
+    def _project_apart(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        qkvz = self.in_proj_qkvz(x_TH)
+        return *qkvz.split([self._channels, self.value_heads * self.value_dim], dim=-1), self.in_proj_ba(x_TH)
+
+    def _project_at_once(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        widths = [self._channels, self.value_heads * self.value_dim, 2 * self.value_heads]
+        return self.ops.linear(x_TH, self._in_proj).split(widths, dim=-1)
 
     def _by_parts(
         self, u_TC: torch.Tensor, ba_TG: torch.Tensor, z_THV: torch.Tensor, batch: ForwardBatch

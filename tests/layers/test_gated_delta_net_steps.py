@@ -12,7 +12,7 @@ import torch
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import OPS, BoundOps, bind_ops
 from rocm_serve.ops.contract import Provider
-from tests.layers.replaying import Run, at_random, every_pair, facts_of, in_step, layer_of
+from tests.layers.replaying import Request, Run, Turn, at_random, every_pair, facts_of, in_step, layer_of
 
 PARTS = bind_ops({}, "cpu")
 SIZES = {"key": 20, "value": 37, "key_heads": 1, "value_heads": 3}
@@ -41,9 +41,11 @@ def run_of(seen: list[Sequences], seed: int, draft_tokens: int) -> tuple[Run, Ru
 def test_steps_with_prompts_recurrent_rows_and_drafts_have_the_bits_of_parts() -> None:
     seen: list[Sequences] = []
     parts, steps = run_of(seen, secrets.randbits(31), 3)
-    requests, order = at_random(parts.g, 6, 3)
+    requests, order = at_random(parts.g, 5, 3)
+    alone = len(requests)
+    requests.append(Request(4, 5, [Turn(), Turn()]))
     parts.plainly(requests)
-    assert not steps.differences(requests, order)
+    assert not steps.differences(requests, [*order, [alone], [alone], [alone]])
     assert any(run.commits is not None for run in seen) and any(run.commits is None for run in seen)
     assert all(run.num_recurrent == run.num_sequences for run in seen)
 
@@ -66,3 +68,24 @@ def test_without_a_kernel_or_when_told_so_the_layer_runs_by_parts(by_parts: bool
     assert not seen
     assert not steps.differences(requests, order)
     assert bool(seen) is not by_parts
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_one_product_makes_all_projections_unless_its_weights_are_laid_out_anew(prepared: bool) -> None:
+    bound, calls = stepping([]), list[torch.Size]()
+
+    def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        calls.append(weight_NK.shape)
+        return PARTS.linear(x_TK, weight_NK)
+
+    provider = Provider("kernel", lambda: linear, prepare_weights=lambda some: some, layout="turned")
+    providers = {**bound.providers, **({"linear": provider} if prepared else {})}
+    ops, facts, g = replace(bound, linear=linear, providers=providers), facts_of(**SIZES), torch.Generator()
+    run = Run(layer_of(facts, ops, g), facts, g, 0)
+    requests, _ = at_random(g, 1, 0)
+    run.plainly(requests)
+    gates = 2 * facts.linear_num_value_heads
+    all_rows = 2 * facts.key_dim + 2 * facts.value_dim + gates
+    assert {shape[0] for shape in calls} == {facts.hidden_size} | (
+        {all_rows - gates, gates} if prepared else {all_rows}
+    )
