@@ -55,11 +55,13 @@ def allocate_stage_cache(
 
 
 def clear_slots(cache: StageCache, slots: Sequence[int]) -> None:
-    """Zero what these slots hold: they are about to belong to another request."""
+    """Zero what these slots hold: they are about to belong to another request. One launch a state on a GPU."""
+    if not slots or not cache.ssm:
+        return
+    picked = torch.tensor(slots).to(next(iter(cache.ssm.values())).device)
     for states in (cache.conv, cache.ssm, cache.pending_u, cache.pending_ba):
         for state in states.values():
-            for slot in slots:
-                state[slot].zero_()
+            state.index_fill_(0, picked, 0)
 
 
 def cache_bytes(cache: StageCache) -> int:

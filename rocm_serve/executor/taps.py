@@ -270,7 +270,7 @@ class TappedComm:
 
     def __init__(self, inner: Comm, taps: Taps, place: Place) -> None:
         self._inner, self._taps, self._place = inner, taps, place
-        self.rank, self.size = inner.rank, inner.size
+        self.rank, self.size, self.graph_refusal = inner.rank, inner.size, inner.graph_refusal
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return self._taps.all_reduce(self._place, self._inner, x)
@@ -288,6 +288,7 @@ class TappedExchange:
     def __init__(self, inner: ExpertExchange, taps: Taps, place: Place) -> None:
         self._inner, self._taps, self._place = inner, taps, place
         self.name, self.complete, self.scattered = inner.name, inner.complete, inner.scattered
+        self.graph_refusal = inner.graph_refusal
 
     def scatter(self, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         own_nH, live = self._inner.scatter(x_TH, num_rows)
@@ -333,6 +334,7 @@ class TappedStage(LoadedStage):
     def runner(self, *, num_pages: int, num_slots: int) -> StageRunner:
         plain = LoadedStage.runner(self, num_pages=num_pages, num_slots=num_slots)
         parts = {name: getattr(plain, name) for name in StageRunner.__dataclass_fields__}
+        parts["decode"] = None  # its batches are padded, and a replay calls no op
         return TappedRunner(**parts, taps=self.taps)
 
 
@@ -365,7 +367,7 @@ def tap_modules(model: nn.Module, facts: ModelFacts, coord: Coord, plan: ExpertP
         if isinstance(ops, BoundOps):
             wrapped = {op: partial(taps.call, place, op, getattr(ops, op)) for op in op_names()}
             module.ops = replace(ops, **wrapped)
-        if isinstance(module, GatedAttention | GatedDeltaNet):
+        if isinstance(module, GatedAttention | GatedDeltaNet | SparseMoe):
             module.run_by_parts()
         if hasattr(module, "comm"):
             module.comm = TappedComm(module.comm, taps, place)
