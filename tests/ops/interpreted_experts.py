@@ -110,36 +110,36 @@ def some_elsewhere(g: torch.Generator, t: int, h: int) -> dict[str, Any]:
     return made
 
 
-def many(g: torch.Generator) -> list[float]:
+def moe_experts_in_tiles(g: torch.Generator) -> list[float]:
     made = some_elsewhere(g, 9, 72)
     return errors("moe_experts", provider(MANY), made) + errors("moe_experts", provider(MANY), made | {"num_rows": 0})
 
 
-def many_fp8_weights(g: torch.Generator) -> list[float]:
+def moe_experts_in_tiles_fp8_weights(g: torch.Generator) -> list[float]:
     """An expert width of 192: the rows of gate and up meet inside a block of scales."""
     return errors("moe_experts", provider(MANY), case(g, 5, 160, 192, 3, 2, block=True))
 
 
-def many_in_panels(g: torch.Generator) -> list[float]:
+def moe_experts_in_panels(g: torch.Generator) -> list[float]:
     from rocm_serve.ops.moe_experts import triton_grouped
 
     with mock.patch.object(triton_grouped, "_RETURNED_BYTES", 4 * 128 * 12):
         return errors("moe_experts", provider(MANY), case(g, 6, 300, 32, 4, 2, block=False))
 
 
-def few_in_order(g: torch.Generator) -> list[float]:
+def moe_experts_in_order(g: torch.Generator) -> list[float]:
     run, made = provider(few(direct=0, fused=0, splits=0)), some_elsewhere(g, 9, 72)
     return errors("moe_experts", run, made) + errors("moe_experts", run, made | {"num_rows": 0})
 
 
-def few_direct(g: torch.Generator) -> list[float]:
+def moe_experts_in_one_go(g: torch.Generator) -> list[float]:
     """Every choice a tile, a row's experts in one program; then in parts, of which the last is empty."""
     made, run = some_elsewhere(g, 5, 72), provider(few(direct=1, fused=1, splits=0))
     found = errors("moe_experts", run, made) + errors("moe_experts", run, made | {"num_rows": 0})
     return found + errors("moe_experts", provider(few(direct=1, fused=0, splits=3, up=64)), made)
 
 
-def few_fp8_weights(g: torch.Generator) -> list[float]:
+def moe_experts_in_order_fp8_weights(g: torch.Generator) -> list[float]:
     """Scales of each row of a weight and, where its width is whole blocks, one of them all."""
     found = errors(
         "moe_experts", provider(few(direct=0, fused=0, splits=2, up=256)), case(g, 5, 160, 192, 3, 2, block=True)
@@ -153,17 +153,17 @@ def _of_rows(g: torch.Generator, tile: tiles.Tile) -> list[float]:
     return errors("moe_experts", provider(tile), made)
 
 
-def many_fp8_rows(g: torch.Generator) -> list[float]:
+def moe_experts_in_tiles_fp8_rows(g: torch.Generator) -> list[float]:
     """The hidden rows are rounded as the interpreter does it: this shows that nothing is misplaced, not more."""
     return _of_rows(g, MANY)
 
 
-def few_fp8_rows(g: torch.Generator) -> list[float]:
+def moe_experts_in_order_fp8_rows(g: torch.Generator) -> list[float]:
     tile = few(direct=0, fused=0, splits=0)
     return _of_rows(g, tile) + _of_rows(g, few(direct=1, fused=1, splits=2))
 
 
-def sent_rows(g: torch.Generator) -> str | list[float]:
+def moe_experts_sent_rows(g: torch.Generator) -> str | list[float]:
     """The bits of the rows that are quantised in place; dead rows hold what was there before."""
     made = case(g, 6, 128, 128, 3, 2, block=True) | {"x_TH": exact_rows(g, 6, 128), "activation": "fp8_1x128"}
     made["ids_Tk"][3, 1] = -1
@@ -184,16 +184,16 @@ LIMITS: dict[str, float] = dict.fromkeys(
         "sort_choices",
         "place_few",
         "place_few_beside_quantising",
-        "many",
-        "many_fp8_weights",
-        "many_in_panels",
-        "few_in_order",
-        "few_direct",
-        "few_fp8_weights",
-        "sent_rows",
+        "moe_experts_in_tiles",
+        "moe_experts_in_tiles_fp8_weights",
+        "moe_experts_in_panels",
+        "moe_experts_in_order",
+        "moe_experts_in_one_go",
+        "moe_experts_in_order_fp8_weights",
+        "moe_experts_sent_rows",
     ),
     2e-6,
-) | {"many_fp8_rows": 0.15, "few_fp8_rows": 0.15}
+) | {"moe_experts_in_tiles_fp8_rows": 0.15, "moe_experts_in_order_fp8_rows": 0.15}
 
 
 def main() -> None:

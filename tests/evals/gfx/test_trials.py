@@ -24,6 +24,7 @@ from rocm_serve.ops.gated_rms_norm import hip as gated_hip
 from rocm_serve.ops.rms_norm import hip
 from tests.evals.gfx.emulator.machine import needs_clang
 from tests.ops.interpreted import LIMITS as ROWS_INTERPRETED
+from tests.ops.interpreted_experts import LIMITS as EXPERTS_INTERPRETED
 from tests.ops.interpreted_sampling import LIMITS as SAMPLING_INTERPRETED
 from tests.ops.interpreted_sequences import LIMITS as SEQUENCES_INTERPRETED
 
@@ -83,7 +84,7 @@ def test_levels_that_are_recorded_name_kernels_that_exist() -> None:
     known = records.every_kernel(TRIALS, NOT_EMULATED)
     for level, recorded in records.read(records.LEVELS).items():
         assert level in ("interpreted", "cuda", "rocm") and set(recorded) <= set(known), level
-    names = (*ROWS_INTERPRETED, *SEQUENCES_INTERPRETED, *SAMPLING_INTERPRETED)
+    names = (*ROWS_INTERPRETED, *EXPERTS_INTERPRETED, *SEQUENCES_INTERPRETED, *SAMPLING_INTERPRETED)
     interpreted = {name.split("_in_")[0].removesuffix("_fp8") for name in names}
     for kernel in records.read(records.LEVELS)["interpreted"]:
         assert interpreted & set(known[kernel].split(", ")), f"{kernel}: no op of it is interpreted in tests/ops"
