@@ -3,7 +3,7 @@
 #   make test     everything that runs without a GPU
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv serve test test-fast test-two-hosts two-hosts-tools test-gpu check fmt bench-host gate eval-smoke eval-reference planted compile-gfx emulate gfx-tools bench-norms clean
+.PHONY: help venv serve test test-fast test-two-hosts two-hosts-tools test-gpu check fmt bench-host gate eval-smoke eval-reference planted compile-gfx emulate gfx-tools bench-norms bench-gpu clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -13,6 +13,7 @@ TINY   ?= evals/tiny/checkpoint
 ARGS   ?=
 GPU_PYTHON ?= python3
 BENCH_ARGS ?=
+PART ?= decode
 GPU_REPORT ?= gpu-report.json
 # make test PYTEST_ARGS="-k scheduler -x"
 PYTEST_ARGS  ?=
@@ -28,7 +29,7 @@ GFX_ARGS ?=
 
 help:
 	@sed -n '2,3s/^# *//p' Makefile
-	@echo "also: venv check fmt test-fast test-two-hosts test-gpu bench-host gate eval-smoke eval-reference planted compile-gfx emulate bench-norms clean"
+	@echo "also: venv check fmt test-fast test-two-hosts test-gpu bench-host gate eval-smoke eval-reference planted compile-gfx emulate bench-norms bench-gpu clean"
 
 venv: $(VENV)/.installed-dev
 
@@ -104,6 +105,9 @@ emulate: gfx-tools $(VENV)/.installed-dev
 # On a GPU machine: the HIP norms beside a copy, by the Python that holds that machine's torch.
 bench-norms:
 	$(GPU_PYTHON) -m evals.bench_norms
+
+bench-gpu:
+	$(GPU_PYTHON) -m evals.bench_gpu $(PART) $(BENCH_ARGS)
 
 gfx-tools:
 	bash evals/gfx/install.sh
