@@ -25,7 +25,8 @@ def attention_decode_tile(shape: Shape, arch: str) -> Tile:
         return _tile(min(2, _splits(shape)), 16, 1, 4, 1)
     gfx = arch.startswith("gfx")
     keys = max(16, min(32 if gfx else 64, (16 << 10) // (shape["d"] * shape["bytes"])))
-    warps = 8 if shape["bytes"] == 1 and not gfx else 4  # to turn FP8 numbers into wider ones takes instructions
+    # To turn FP8 numbers into wider ones takes instructions, and many query vectors take registers.
+    warps = 8 if not gfx and (shape["bytes"] == 1 or shape["vectors"] > 16) else 4
     return _tile(_splits(shape), keys, 1, warps, 1 if gfx else 5)
 
 

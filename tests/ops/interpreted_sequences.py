@@ -71,7 +71,7 @@ def qk_norm_rope(g: G) -> list[float]:
 
 
 def qk_norm_rope_kv_write(g: G) -> list[float]:
-    """One head a program, and four."""
+    """Two heads a program, and four."""
     fused = importlib.import_module("rocm_serve.ops.qk_norm_rope_kv_write.triton")
     found = []
     for few, names in (

@@ -14,7 +14,7 @@ from rocm_serve.ops.fp8 import fp8_max
 from rocm_serve.ops.kv_write.triton import stored
 from rocm_serve.ops.qk_norm_rope.triton import turned
 
-_FEW_ROWS = 512  # above them a program has four heads
+_FEW_ROWS = 512  # above them a program has four heads, not two: 8 numbers a lane of 64, 16 of 32
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "indices"])
@@ -85,13 +85,13 @@ def qk_norm_rope_kv_write(
         tops.append(fp8_max(pages.dtype) if narrow else 0.0)
     q_THD = torch.empty((rows, heads, d), dtype=qkv_TC.dtype, device=qkv_TC.device)
     if rows:
-        some = 1 if rows <= _FEW_ROWS else 4
+        some = 2 if rows <= _FEW_ROWS else 4
         qk_norm_rope_kv_write_kernel[(rows, triton.cdiv(heads, some) + 2 * triton.cdiv(kv_heads, some))](
             *(qkv_TC, q_weight_D, k_weight_D, cos_PR, sin_PR, positions_T, q_THD, k_pages_PSGD, v_pages_PSGD, index_N),
             *(float(eps), float(k_scale), float(v_scale), qkv_TC.stride(0), heads, kv_heads, index_N.shape[0]),
             **{"D": d, "R": cos_PR.shape[1], "BLOCK_D": triton.next_power_of_2(d), "BLOCK_H": some},
             K_TOP=tops[0],
             V_TOP=tops[1],
-            num_warps=some,
+            num_warps=some // 2,
         )
     return q_THD
