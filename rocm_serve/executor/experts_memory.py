@@ -25,7 +25,7 @@ from rocm_serve.parallel.exchange.traffic import row_bytes
 from rocm_serve.parallel.expert_map import DRAFT_LAYER, ExpertPlan
 from rocm_serve.parallel.layout import Param, Place, shape_at
 
-RETURNED_BYTES = 1 << 28  # the Triton provider's panel of what experts return (moe_experts/triton.py)
+RETURNED_BYTES = 1 << 28  # the Triton provider's panel of what experts return (moe_experts/triton_grouped.py)
 PANEL_COLUMNS = 128  # which is never narrower than a tile
 
 

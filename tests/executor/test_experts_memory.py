@@ -69,6 +69,9 @@ class AnyGrid:
         (65536, 10, 64, 2048, True),  # the panel is a tile wide, and MORI's largest buffer
         (576, 10, 64, 2048, False),
         (1, 10, 64, 2048, True),
+        (16, 10, 512, 256, True),
+        (256, 10, 512, 256, True),
+        (256, 10, 512, 256, False),
     ],
 )
 def test_the_triton_provider_stays_within_the_workspace(
@@ -76,16 +79,21 @@ def test_the_triton_provider_stays_within_the_workspace(
 ) -> None:
     """Counted on tensors without memory, at true sizes, with kernels that do nothing."""
     pytest.importorskip("triton")
-    op = importlib.import_module("rocm_serve.ops.moe_experts.triton")
+    op, few, grouped, order = (
+        importlib.import_module(f"rocm_serve.ops.moe_experts.triton{part}")
+        for part in ("", "_few", "_grouped", "_order")
+    )
     common = importlib.import_module("rocm_serve.ops.triton_common.triton")
-    assert (op._RETURNED_BYTES, common.product_tile(1, common.tl.bfloat16, "sm_90")["BN"]) == (
+    assert (grouped._RETURNED_BYTES, common.product_tile(1, common.tl.bfloat16, "sm_90")["BN"]) == (
         experts_memory.RETURNED_BYTES,
         experts_memory.PANEL_COLUMNS,
     )
-    monkeypatch.setattr(op, "arch", lambda: "gfx942")
-    for name in ("count_choices", "place_choices", "gate_up", "down", "combine"):
-        monkeypatch.setattr(op, f"{name}_kernel", AnyGrid())
-    monkeypatch.setattr(common, "quantise_rows_kernel", AnyGrid())
+    for module in (op, few, grouped, order, common):
+        for name in vars(module).copy():
+            if name == "arch":
+                monkeypatch.setattr(module, "arch", lambda: "gfx942")
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, AnyGrid())
     hidden = 8192
     with torch.device("meta"):
         x = torch.empty(rows, hidden, dtype=torch.bfloat16)
