@@ -36,6 +36,7 @@ def test_what_is_tried_fits_and_is_tried_once(shape: str, rows: int, arch: str, 
         assert held(tile, "UP", arch) <= SHARED_MEMORY[arch] and held(tile, "DOWN", arch) <= SHARED_MEMORY[arch], tile
         assert not tile["PDL"] or arch == "sm_90"
     assert {tile["PDL"] for tile in tried} == ({0, 1} if arch == "sm_90" else {0})
+    assert arch != "sm_90" or {tile["UP_WARPS"] for tile in tried} >= {2, 4}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -43,7 +44,8 @@ def test_a_rule_keeps_every_unit_busy_at_one_row_and_reads_weights_once_at_many(
     one, many = (tiles.by_rule("moe_experts", {**SHAPES[shape], "rows": rows, "bits": 8}, "sm_90") for rows in (1, 256))
     programs = SHAPES[shape]["k"] * 2 * SHAPES[shape]["i"] // 128 * one["UP_SPLITS"]
     assert programs >= 132, "SMs of an H200"
-    assert one["DIRECT"] and one["FUSED"] and not (many["DIRECT"] or many["FUSED"] or many["UP_SPLITS"])
+    assert one["DIRECT"] and not (many["DIRECT"] or many["FUSED"])
+    assert many["UP_SPLITS"] == 1 and one["UP_WARPS"] == many["UP_WARPS"] == 2, "sums of what is quantised next"
 
 
 def test_more_rows_take_the_form_of_many() -> None:
