@@ -19,6 +19,7 @@ from rocm_serve.ops.gdn_cases import gdn_case
 from rocm_serve.ops.gdn_step.cases import step_case
 from rocm_serve.ops.inputs import normal, sequences_of
 from tests.ops.layer_layout import as_in_the_layer
+from tests.ops.on_gpu import fp8_dtype
 from tests.ops.test_gpu import moved
 from tests.ops.test_references import DTYPES, copied
 from tests.ops.test_triton_gpu import no_waiting
@@ -78,6 +79,27 @@ def test_decode_over_contexts_on_both_sides_of_a_split(dtype: torch.dtype) -> No
         ),
         dtype,
         float32=2e-5,  # sums of 4500 keys, half of whose float32 error is the reference's own
+    )
+
+
+@pytest.mark.parametrize("sequences", [3, 80, 300])
+def test_decode_over_fp8_pages_with_many_splits_few_and_none(sequences: int) -> None:
+    contexts = tuple((37 * b) % 700 for b in range(sequences - 1)) + (3000,)
+    judge(
+        "attention_decode",
+        lambda g: attention_case(
+            g,
+            torch.bfloat16,
+            rows=(1,) * sequences,
+            contexts=contexts,
+            heads=16,
+            kv_heads=2,
+            d=256,
+            stored=fp8_dtype(),
+            k_scale=0.5,
+            v_scale=3.0,
+        ),
+        torch.bfloat16,
     )
 
 
@@ -240,17 +262,31 @@ def alone(sequences: Sequences, b: int) -> Sequences:
     return sequences.run(b, b + 1)
 
 
-def test_a_sequence_has_the_same_bits_alone_and_among_others() -> None:
-    """The same number of rows a sequence, so that tiles are alike; everything else of the batch differs."""
+def test_attention_of_a_sequence_sees_nothing_of_a_batch_but_its_size() -> None:
+    """How keys are split depends on the number of sequences, rounded up to a power of two: 3 and 4 are alike."""
     g = torch.Generator().manual_seed(seed := secrets.randbits(31))
     contexts = (2500, 7, 1100)
     made = on_gpu(attention_case(g, torch.bfloat16, rows=(1, 1, 1), contexts=contexts, heads=8, kv_heads=1, d=256))
-    together = triton("attention_decode")(**copied(made))
-    own = torch.zeros_like(together)
-    for b in (2, 0, 1):
-        triton("attention_decode")(**(made | {"sequences": alone(made["sequences"], b), "out_THD": own}))
-    assert torch.equal(own, together), f"attention_decode, seed {seed}"
+    three = triton("attention_decode")(**copied(made))
+    order = [2, 0, 1, 2]
+    sequences = made["sequences"]
+    others = replace(
+        sequences,
+        row_starts=(0, 1, 2, 3, 4),
+        contexts=tuple(contexts[b] for b in order),
+        slots=(1, 2, 3, 4),
+        row_starts_B1=torch.arange(5, dtype=torch.int32, device="cuda"),
+        contexts_B=sequences.contexts_B[order],
+        slots_B=torch.arange(1, 5, dtype=torch.int32, device="cuda"),
+        page_table_BP=sequences.page_table_BP[order],
+    )
+    q, out = made["q_THD"][order].contiguous(), torch.full_like(three[:4], float("nan"))
+    triton("attention_decode")(**(made | {"q_THD": q, "sequences": others, "out_THD": out}))
+    assert torch.equal(out, three[order]), f"seed {seed}"
 
+
+def test_a_recurrent_row_has_the_same_bits_alone_and_among_others() -> None:
+    g = torch.Generator().manual_seed(seed := secrets.randbits(31))
     made = on_gpu(gdn_case(g, torch.bfloat16, rows=(3, 1, 9), heads=16, key_heads=2, key=128, value=128))
     whole, parts = copied(made), copied(made)
     triton("gdn_decode")(**whole)
