@@ -194,6 +194,7 @@ def one_layer(g: torch.Generator, contexts: tuple[int, ...]) -> dict[str, dict[s
         "gdn_step": step_case(g, torch.bfloat16, rows=rows),
         "qk_norm_rope": OPS["qk_norm_rope"].cases["2.4T heads"](g, torch.bfloat16),
         "kv_write": OPS["kv_write"].cases["fp8 pages, scales"](g, torch.bfloat16),
+        "qk_norm_rope_kv_write": OPS["qk_norm_rope_kv_write"].cases["fp8 pages, scales"](g, torch.bfloat16),
         "attention_decode": attention_case(g, torch.bfloat16, rows=rows, contexts=contexts),
     }
     return {op: on_gpu(arguments) for op, arguments in made.items()}
