@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from rocm_serve.config.load import set_library_defaults
+
+set_library_defaults()  # before torch is loaded, as the server does
 settings.register_profile("no-clock", deadline=None)  # a busy machine is no failure
 settings.load_profile("no-clock")
 

@@ -37,6 +37,9 @@ LIBRARY_DEFAULTS = {
     # torch's OpenMP threads spin while they wait. Beside an HTTP server, or on a machine that does other things, they
     # keep each other from running: the same 16 tokens took 95 s with spinning and 13 s without, on two busy cores.
     "OMP_WAIT_POLICY": "PASSIVE",
+    # MKL, by which torch multiplies float32 on x86-64, cuts sums among threads on some processors: then two stages of
+    # one thread each give other bits than one stage of two. Its strict mode does not; it costs little.
+    "MKL_CBWR": "AUTO,STRICT",
 }
 
 

@@ -146,3 +146,5 @@ def test_defaults_for_libraries_yield_to_what_the_user_has_set(monkeypatch: pyte
     assert load.environment()["OMP_WAIT_POLICY"] == "ACTIVE"
     monkeypatch.delenv("OMP_WAIT_POLICY")
     assert load.environment()["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    assert load.environment()["MKL_CBWR"] == "AUTO,STRICT"

@@ -108,6 +108,18 @@ def test_threads_do_not_change_bits(name: str, count: int) -> None:
         assert torch.equal(run(x), alone)
 
 
+@pytest.mark.parametrize("columns", [1, 2, 16, 300])
+def test_threads_do_not_cut_wide_sums(columns: int) -> None:
+    """MKL does on some processors, unless its strict mode is asked for (config/load.py)."""
+    g = G().manual_seed(columns)
+    x, weight = normal(g, 64, 2048), normal(g, columns, 2048)
+    with threads(1):
+        alone = OPS["linear"].reference(x, weight)
+    for count in (2, 3, 4):
+        with threads(count):
+            assert torch.equal(OPS["linear"].reference(x, weight), alone), count
+
+
 def one(sequences: Sequences, b: int) -> Sequences:
     return sequences.run(b, b + 1)
 
