@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,7 +22,6 @@ import rocm_serve.ops.moe_experts.reference as moe_reference
 import rocm_serve.parallel.exchange.local as local_exchange
 import rocm_serve.parallel.exchange.torch_a2a as torch_exchange
 from rocm_serve.executor.loading import LoadedStage
-from rocm_serve.executor.sampler import Sampler
 from rocm_serve.layers.attention import GatedAttention
 from rocm_serve.layers.gated_delta_net import Conv1d, GatedRMSNorm
 from rocm_serve.layers.mlp import GatedMLP
@@ -266,10 +266,10 @@ def lm_head_tied(stage: LoadedStage) -> None:
 def seed_ignored() -> None:
     drawn = itertools.count()
 
-    def key(self: Sampler, row: Any) -> int:
-        return rng.as_signed(rng.row_key(0, 0, next(drawn)))
+    def keys(streams_R: rng.Uint64, positions_R: rng.Uint64) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.array([rng.as_signed(rng.row_key(0, 0, next(drawn))) for _ in streams_R], dtype=np.int64)
 
-    Sampler._key = key
+    rng.row_keys = keys
 
 
 def extra_all_reduce() -> None:
