@@ -23,7 +23,7 @@ SCENES = [
     (Failure("kill", "node-1", "decode", at="rank-1"), PP2),
     (Failure("kill", "node-0", "prefill", at="rank-0"), PP2),
 ]
-PROMPT = {"prefill": [5] * 600, "decode": [5, 6, 7]}
+PROMPT = {"prefill": [5] * 1800, "decode": [5, 6, 7]}
 SAID = {
     "kill rank": "{name} ended with signal SIGKILL in step ",
     "stop rank": "rank {number} has made no progress for 4 s: step ",
