@@ -39,6 +39,7 @@ SHOTS = 5
 STOP = "Question:"
 ANSWER_S = 600.0
 FEWEST_ANSWERS = 8  # of a turn
+SHARE_OF_A_GPU = 0.15  # of its memory, for each server
 LONGEST = 128  # tokens of an answer; the task's have about 50
 
 
@@ -163,12 +164,20 @@ def gain(turns: Sequence[Turn], drafts: int) -> Gain:
     )
 
 
+def memory_share(device: str, count: int) -> str:
+    """Return the flag that lets the `count`-th server of one GPU start beside those before it, which hold theirs."""
+    return "" if device == "cpu" else f"--mem-fraction {SHARE_OF_A_GPU * count:.2f}"
+
+
 def measure(args: argparse.Namespace, say: Console) -> tuple[list[Turn], list[dict[str, Any]]]:
     """Ask all servers at all sizes; return the turns, and what drafting servers say of their own net speed."""
     shots, turns, own = pool("train", SHOTS), [], []
     flags = f"--device {args.device} --max-running-requests {max(args.batch)} {args.serve_args}"
     with ExitStack() as stack:
-        servers = {n: stack.enter_context(serving(args.model, n, flags)) for n in (0, *args.draft_tokens)}
+        servers = {}
+        for count, number in enumerate((0, *args.draft_tokens), 1):
+            share = memory_share(args.device, count)
+            servers[number] = stack.enter_context(serving(args.model, number, f"{flags} {share}"))
         for batch in args.batch:
             questions = pool("test", max(FEWEST_ANSWERS, args.waves * batch))
             prompts = [few_shot_prompt(shots, one.question) for one in questions]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evals.bench_drafting import Turn, gain, order, rates, table
+from evals.bench_drafting import Turn, gain, memory_share, order, rates, table
 from rocm_serve.diagnostics.gate.server import parse_metrics
 
 
@@ -54,6 +54,15 @@ rocm_serve_accepted_draft_tokens_by_position_total{position="2"} 0.0
 """
     assert rates(parse_metrics(page), 2) == (0.05, 2.0, (0.8, 0.0))
     assert rates(parse_metrics(page), 0) == (0.05, 2.0, ())
+
+
+def test_each_server_of_a_gpu_may_take_as_much_as_those_before_it_and_its_own() -> None:
+    assert memory_share("cpu", 3) == ""
+    assert [memory_share("cuda", count) for count in (1, 2, 3)] == [
+        "--mem-fraction 0.15",
+        "--mem-fraction 0.30",
+        "--mem-fraction 0.45",
+    ]
 
 
 def test_the_table_has_a_line_for_each_size_and_number() -> None:

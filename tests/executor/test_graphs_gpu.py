@@ -47,6 +47,7 @@ def wish(checkpoint: Path, most: int, pp: int = 1, dtype: str = "bfloat16"):  # 
         pp=pp,
         max_running_requests=MOST,
         graph_max_batch=most,
+        mem_fraction=0.2,
     )
 
 
