@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,8 @@ def preflight(
         raise UserError("preflight needs --dist-init-addr HOST:PORT: an address of node 0 that the others reach")
     if not 0 <= node_rank < nnodes:
         raise UserError(f"--node-rank {node_rank}: legal with --nnodes {nnodes}: 0..{nnodes - 1}")
+    if not 0 <= tell_for < math.inf:
+        raise UserError(f"--tell-for {tell_for:g}: legal: 0 or more seconds")
     host, port = split_init_addr(dist_init_addr)
     environ = load.environment()
     network: Network | UserError

@@ -74,6 +74,8 @@ def test_the_preset_of_the_cards_is_printed_alone(tmp_path: Path) -> None:
         (["--dist-init-addr", "10.0.0.1:70000"], "legal: HOST:PORT, port 1..65535"),
         (["--dist-init-addr", "10.0.0.1:65534"], "ports up to PORT+3 are used; legal: up to 65532"),
         (["--dist-init-addr", "10.0.0.1:29500", "--node-rank", "2"], "--node-rank 2: legal with --nnodes 2: 0..1"),
+        (["--dist-init-addr", "10.0.0.1:29500", "--tell-for", "nan"], "--tell-for nan: legal: 0 or more seconds"),
+        (["--dist-init-addr", "10.0.0.1:29500", "--tell-for", "-1"], "--tell-for -1: legal: 0 or more seconds"),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_one_line(args: list[str], sentence: str) -> None:
