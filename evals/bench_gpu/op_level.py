@@ -21,9 +21,13 @@ MANY_ROWS = (4096, 8192, 16384)
 _LINEARS = ("in_proj_qkvz", "out_proj", "qkv_proj", "o_proj", "gate", "shared gate_up", "shared down")
 _AIMED_CONTEXTS = (8192, 65536)  # of attention, at a batch of 16
 
+_LONG_CONTEXT = 30 << 10
+_LONGEST = 65536  # of the delta rule
+_SHORT = {"rows": 128, "count": 64}
+
 _OP_OF = {"lm_head + draw": "linear"}
 
-Make = Callable[[Bench], Case]
+Make = partial[Case]
 
 
 def op_points(batches: Sequence[int], contexts: Sequence[int], many: Sequence[int] = MANY_ROWS) -> Iterator[Make]:
@@ -53,6 +57,24 @@ def op_points(batches: Sequence[int], contexts: Sequence[int], many: Sequence[in
         for rows in ordered:
             if (rows, context) not in {(16, aimed) for aimed in _AIMED_CONTEXTS} and (context < 32768 or rows <= 64):
                 yield partial(cases.attention, rows=rows, context=context)
+
+
+def prompt_points(rows: Sequence[int]) -> Iterator[Make]:
+    """Yield the same for prompts of so many rows: ops with an aim in the order given, then the rest."""
+    for make in (cases.experts, cases.attention_prefill, cases.gdn_chunk):
+        yield from (partial(make, rows=count) for count in rows)
+    yield partial(cases.gdn_chunk, rows=_LONGEST)
+    yield partial(cases.gdn_chunk, **_SHORT)
+    yield partial(cases.attention_prefill, **_SHORT)
+    yield partial(cases.attention_prefill, rows=2048, context=_LONG_CONTEXT)
+    for count in rows:
+        yield partial(cases.prompt_conv, rows=count)
+        yield partial(cases.norms, rows=count, residual=True)
+        yield partial(cases.route, rows=count)
+        yield partial(cases.qk, rows=count)
+        yield partial(cases.shared_add, rows=count)
+        yield from (partial(cases.linear, rows=count, name=name) for name in _LINEARS)
+        yield from (partial(cases.fp8_linear, rows=count, name=name) for name in ("in_proj_qkvz", "out_proj"))
 
 
 @torch.inference_mode()

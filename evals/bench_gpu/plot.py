@@ -1,4 +1,4 @@
-"""The share of the floor that steps reach, by batch, as one SVG. No torch."""
+"""The share of the floor that steps reach, by batch or by tokens of a prompt, as one SVG. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from math import log2
 
+from evals.bench_gpu.prefill_records import PrefillRecord, vllm_ms
 from evals.bench_gpu.records import VLLM_MS, StepRecord
 
 _WIDTH, _HEIGHT = 720, 400
@@ -34,9 +35,27 @@ def lines_of(steps: Sequence[StepRecord]) -> list[Line]:
     return ours + theirs
 
 
-def svg(steps: Sequence[StepRecord], title: str) -> str:
-    """Draw ratio (0 to 1) over batch (powers of two)."""
-    batches = sorted({one.batch for one in steps}) or [1]
+def lines_of_prefill(steps: Sequence[PrefillRecord]) -> list[Line]:
+    """Group steps of one prompt by shape and context; vLLM's own figures, over the same uniform floor, are dashed."""
+    found: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    peers: dict[str, list[tuple[int, float]]] = {}
+    for one in steps:
+        if one.prompts > 1 or one.decodes:
+            continue
+        found.setdefault((one.shape, one.context), []).append((one.rows, one.uniform_ratio))
+        vllm = vllm_ms(one)
+        if vllm is not None:
+            peers.setdefault(one.shape, []).append((one.rows, one.uniform_floor_ms / vllm))
+    ours: list[Line] = [
+        (f"{shape}{f', context {context}' if context else ''}", sorted(points), False)
+        for (shape, context), points in found.items()
+    ]
+    return ours + [(f"{shape}, vLLM 0.26", sorted(points), True) for shape, points in peers.items()]
+
+
+def svg(lines: Sequence[Line], title: str, axis: str = "batch") -> str:
+    """Draw ratio (0 to 1) over batch or tokens (powers of two)."""
+    batches = sorted({at for _, points, _ in lines for at, _ in points}) or [1]
     low, high = log2(batches[0]), max(log2(batches[-1]), log2(batches[0]) + 1)
 
     def x(batch: float) -> float:
@@ -58,8 +77,8 @@ def svg(steps: Sequence[StepRecord], title: str) -> str:
     for batch in batches:
         parts.append(f'<text x="{x(batch):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{batch}</text>')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 10}" text-anchor="middle">batch</text>')
-    for i, (name, points, dashed) in enumerate(lines_of(steps)):
+    parts.append(f'<text x="{middle}" y="{_HEIGHT - 10}" text-anchor="middle">{axis}</text>')
+    for i, (name, points, dashed) in enumerate(lines):
         colour = _COLOURS[i % len(_COLOURS)]
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         path = " ".join(f"{x(batch):.1f},{y(ratio):.1f}" for batch, ratio in points)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from evals.bench_gpu.prefill_records import PrefillRecord, prefill_line, prefill_markdown
+
 # vLLM 0.26.0 on one H200, 2026-11-29, the same shapes and FP8 scheme, random weights, CUDA graphs: whole engine step
 # from outside, median of 32, ms. Not of the same run as ours.
 VLLM_MS = {
@@ -81,6 +83,7 @@ class Run(msgspec.Struct, kw_only=True):
     bound: dict[str, list[str]] = {}  # shape -> lines of the start-up report
     ops: list[OpRecord] = []
     steps: list[StepRecord] = []
+    prefills: list[PrefillRecord] = []
     failures: list[Failure] = []
     left_out: list[str] = []  # points that the budget did not reach
 
@@ -149,6 +152,7 @@ def table(run: Run) -> list[str]:
     """
     lines = [_short(one) for one in run.ops]
     lines += [step_line(one) for one in run.steps]
+    lines += [prefill_line(one) for one in run.prefills]
     lines += [f"FAILED {one.what}: {one.error}" for one in run.failures]
     if run.left_out:
         lines.append(f"not reached within the budget: {', '.join(run.left_out)}")
@@ -157,9 +161,8 @@ def table(run: Run) -> list[str]:
     seen = ", ".join(f"{name} {x / 1e12:.4g}" for name, x in zip(names, run.measured_ceilings, strict=True))
     used = ", ".join(f"{x / 1e12:.4g}" for x in run.ceilings)
     lines.append(f"ceilings of this run: {seen}; floors taken with {used}")
-    lines.append(
-        f"{len(run.ops)} ops, {len(wrong)} wrong{': ' if wrong else ''}{', '.join(wrong)}; {len(run.steps)} steps"
-    )
+    steps = len(run.steps) + len(run.prefills)
+    lines.append(f"{len(run.ops)} ops, {len(wrong)} wrong{': ' if wrong else ''}{', '.join(wrong)}; {steps} steps")
     return lines
 
 
@@ -168,14 +171,23 @@ def markdown(run: Run) -> list[str]:
     gpu, ceilings = run.machine["gpu"], ", ".join(f"{x / 1e12:.4g}" for x in run.measured_ceilings)
     lines = [
         f"{gpu}, {run.machine['date']}, commit {run.machine['commit']}, sources {run.machine['sources']},"
-        f" {run.machine['packages']}; measured: copy TB/s, bf16 TF, FP8 TF {ceilings}; `{run.command}`",
-        "",
+        f" {run.machine['packages']}; measured: copy TB/s, bf16 TF, FP8 TF {ceilings}; `{run.command}`"
+    ]
+    if run.steps:
+        lines += ["", *_decode_table(run.steps)]
+    if run.prefills:
+        lines += ["", *prefill_markdown(run.prefills)]
+    return [*lines, "", *_op_table(run.ops)]
+
+
+def _decode_table(steps: Sequence[StepRecord]) -> list[str]:
+    lines = [
         "| shape, ctx | B | step, ms | device alone | without graphs | floor | reached | uniform routing | reached"
         " | experts a layer (uniform) | vLLM 0.26 | times faster |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     points: dict[tuple[str, int, int], dict[str, StepRecord]] = {}
-    for one in run.steps:
+    for one in steps:
         points.setdefault((one.shape, one.context, one.batch), {})[one.mode] = one
     for (shape, context, batch), modes in points.items():
         one = modes.get("graphs") or modes["eager"]
@@ -189,9 +201,13 @@ def markdown(run: Run) -> list[str]:
             f" | {one.uniform_floor_ms:.3f} | {one.uniform_ratio:.2f} | {one.distinct:.1f} ({one.uniform_distinct:.1f})"
             f" | {beside}"
         )
-    lines += ["", "| shape | op | size | provider | us | floor, us | reached | relative L2 | others, us |"]
+    return lines
+
+
+def _op_table(ops: Sequence[OpRecord]) -> list[str]:
+    lines = ["| shape | op | size | provider | us | floor, us | reached | relative L2 | others, us |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    for op in run.ops:
+    for op in ops:
         peers = ", ".join(f"{name} {us:.1f}" for name, us in op.peers.items())
         word = "" if op.right else " WRONG"
         lines.append(

@@ -29,9 +29,7 @@ def bench_of(wish: Wish, device: torch.device, *, hollow: bool = False) -> Bench
 
 def make(bench: Bench, point: Point) -> Case:
     """Make the operands of one call."""
-    made = getattr(cases, point.case)(bench, **point.arguments)
-    assert isinstance(made, Case)
-    return made
+    return cases.CASES[point.case](bench, **point.arguments)
 
 
 @torch.inference_mode()
@@ -53,10 +51,7 @@ def asked_for(wish: Wish, todo: Sequence[Point], device: torch.device) -> dict[i
 
 def op_of(point: Point) -> str:
     """Name the op that a case calls first."""
-    names = {"experts": "moe_experts", "attention": "attention_decode", "step": "gdn_step", "gdn": "gdn_decode"}
-    names |= {"conv": "causal_conv", "route": "moe_route", "head": "linear", "norms": "add_rms_norm"}
-    names |= {"qk": "qk_norm_rope_kv_write", "shared_add": "shared_expert_add"}
-    return names.get(point.case, point.case)
+    return cases.OP_OF[point.case]
 
 
 def candidates(asked: Asked, arch: str) -> list[Tile]:

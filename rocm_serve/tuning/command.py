@@ -20,10 +20,12 @@ from rocm_serve.tuning.bench import asked_for
 from rocm_serve.tuning.flow import Group, groups_of
 from rocm_serve.tuning.session import Session
 from rocm_serve.tuning.static import facts_on, model_of, wish_of
-from rocm_serve.tuning.wish import ROWS, Point, Wish, facts_words, points
+from rocm_serve.tuning.wish import PROMPT_ROWS, ROWS, Point, Wish, facts_words, points
 
 Say = Callable[[str], object]
-_CASES = ("experts", "attention", "step", "linear", "head", "gdn", "conv", "route", "norms")
+_CASES = ("experts", "attention", "step", "linear", "head", "gdn", "conv", "route", "norms") + (
+    *("attention_prefill", "gdn_chunk", "prompt_conv", "fp8_linear"),
+)
 _MOST_JOBS = 16  # each holds operands of its own on the GPU
 
 
@@ -60,7 +62,7 @@ class Request:
 
     def todo(self, wish: Wish) -> list[Point]:
         """List the calls, what matters most first."""
-        return list(points(self.rows or ROWS, floor.linears_of(wish.sizes), self.only))
+        return list(points(self.rows or (*ROWS, *PROMPT_ROWS), floor.linears_of(wish.sizes), self.only))
 
     def list_candidates(self, say: Say) -> int:
         """Print every kernel, shape and candidate; nothing is compiled or run."""

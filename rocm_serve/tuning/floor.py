@@ -9,7 +9,7 @@ Letters: B rows (sequences), C tokens in the cache of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rocm_serve.checkpoint.synthetic_configs import Dims
@@ -183,30 +183,39 @@ def products(dims: Dims, rows: int, groups: Sequence[Sequence[str]], op: str) ->
     return Cost(op, moved, operations)
 
 
-def layer(dims: Dims, rows: int, context: int, distinct: float, *, full: bool) -> list[Cost]:
-    """List what one layer must do in a decode step."""
-    if full:
-        mixer = [
-            products(dims, rows, _FULL, "attention projections"),
-            attention(dims, rows, context),
-            kv_write(dims, rows),
-        ]
-    else:
-        mixer = [products(dims, rows, _GDN, "GDN projections"), gdn_with_conv(dims, rows)]
+def projections(dims: Dims, rows: int, *, full: bool) -> Cost:
+    """The products around the mixer of a layer."""
+    name = "attention projections" if full else "GDN projections"
+    return products(dims, rows, _FULL if full else _GDN, name)
+
+
+def mlp(dims: Dims, rows: int, distinct: float) -> list[Cost]:
+    """List what every layer must do beside its mixer: router, experts, norms."""
     return [
-        *mixer,
         products(dims, rows, _MLP, "router and shared expert"),
         experts(dims, rows, distinct),
         norm(dims.hidden, rows, residual=True, op="norms").times(2),
     ]
 
 
+def layer(dims: Dims, rows: int, context: int, distinct: float, *, full: bool) -> list[Cost]:
+    """List what one layer must do in a decode step."""
+    mixer = [projections(dims, rows, full=full)]
+    mixer += [attention(dims, rows, context), kv_write(dims, rows)] if full else [gdn_with_conv(dims, rows)]
+    return mixer + mlp(dims, rows, distinct)
+
+
 def step(dims: Dims, rows: int, context: int, distinct: Sequence[float]) -> list[Cost]:
     """List what a whole decode step must do, summed by op. `distinct`: experts that each layer touches."""
     assert len(distinct) == dims.layers, "one number for each layer"
-    found: dict[str, Cost] = {}
     parts = [cost for i, some in enumerate(distinct) for cost in layer(dims, rows, context, some, full=is_full(i))]
-    for cost in (*parts, head(dims, rows)):
+    return summed([*parts, head(dims, rows)])
+
+
+def summed(costs: Iterable[Cost]) -> list[Cost]:
+    """Add up what is of the same op."""
+    found: dict[str, Cost] = {}
+    for cost in costs:
         before = found.get(cost.op, Cost(cost.op, 0.0))
         found[cost.op] = Cost(cost.op, before.nbytes + cost.nbytes, before.bf16 + cost.bf16, before.fp8 + cost.fp8)
     return list(found.values())

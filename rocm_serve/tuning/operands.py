@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
+from math import isfinite
 
 import torch
+import torch.nn.functional as F
 
 from rocm_serve.checkpoint.synthetic_configs import Dims
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import BoundOps
+from rocm_serve.ops.fp8 import FN
 from rocm_serve.platform.probe import gpus_seen_by_torch
 from rocm_serve.tuning import weights
 
 CYCLE_BYTES = 256 << 20  # more than four times the L2 of an H200, and MI300X's Infinity Cache
 SLOTS = 512  # a pool of states of which a batch takes random ones
 _MOST_SETS = 128
+_PAGES_AT_ONCE = 1 << 14  # that are drawn in a wider dtype first
+PIECE = 16  # rows of a prompt that are compared together
 SAMPLED_ROWS = 6  # that are held against the reference
 
 
@@ -61,6 +67,16 @@ class Bench:
         """Return normally distributed numbers on the device."""
         made = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return made if self.hollow else made.normal_(0.0, scale, generator=self.g)
+
+    def pages(self, *shape: int, kv: str = "bf16") -> torch.Tensor:
+        """Return random keys or values in pages: "bf16" is the operands' own dtype, "fp8" that of the card."""
+        if kv != "fp8":
+            return self.rows(*shape)
+        made = torch.empty(shape, dtype=torch.uint8, device=self.device).view(self.fp8 or FN)
+        if not self.hollow:
+            for piece in made.split(_PAGES_AT_ONCE):
+                piece.copy_(self.rows(*piece.shape))
+        return made
 
     def shares(self, rows: int) -> torch.Tensor:
         """Return weights of choices that add up to one, fp32 [rows, top_k]."""
@@ -108,19 +124,44 @@ class Bench:
         drawn = torch.rand(sets, rows, e, generator=self.g, device=self.device)
         return list(drawn.topk(k, dim=-1).indices.to(torch.int32).unbind(0))
 
-    def decoding(self, slots: Sequence[int], context: int, table_BP: torch.Tensor | None = None) -> Sequences:
-        """Return sequences of one row each, `context` tokens before it."""
+    def decoding(
+        self, slots: Sequence[int], context: int | Sequence[int], table_BP: torch.Tensor | None = None
+    ) -> Sequences:
+        """Return sequences of one row each, `context` tokens before it: of all, or of each."""
         rows = len(slots)
+        contexts = (context,) * rows if isinstance(context, int) else tuple(context)
         made = {"dtype": torch.int32, "device": self.device}
         return Sequences(
             row_starts=tuple(range(rows + 1)),
-            contexts=(context,) * rows,
+            contexts=contexts,
             slots=tuple(slots),
             num_recurrent=rows,
             row_starts_B1=torch.arange(rows + 1, **made),
-            contexts_B=torch.full((rows,), context, **made),
+            contexts_B=torch.tensor(contexts, **made),
             slots_B=torch.tensor(list(slots), **made),
             page_table_BP=torch.empty(rows, 0, **made) if table_BP is None else table_BP,
+        )
+
+    def prompts(
+        self,
+        rows: Sequence[int],
+        slots: Sequence[int],
+        *,
+        context: int = 0,
+        table_BP: torch.Tensor | None = None,
+    ) -> Sequences:
+        """Return sequences of so many prompt rows each, `context` tokens before the first."""
+        starts, count = tuple(accumulate(rows, initial=0)), len(rows)
+        made = {"dtype": torch.int32, "device": self.device}
+        return Sequences(
+            row_starts=starts,
+            contexts=(context,) * count,
+            slots=tuple(slots),
+            num_recurrent=0,
+            row_starts_B1=torch.tensor(starts, **made),
+            contexts_B=torch.full((count,), context, **made),
+            slots_B=torch.tensor(list(slots), **made),
+            page_table_BP=torch.empty(count, 0, **made) if table_BP is None else table_BP,
         )
 
 
@@ -137,3 +178,11 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
         return float("inf")
     size = float(e.norm())
     return float((g - e).norm()) / size if size else float((g - e).abs().sum())
+
+
+def worst_piece(got: torch.Tensor, expected: torch.Tensor, rows: int) -> float:
+    """Return the largest |a - b| / |b| of pieces of so many rows: one wrong row among thousands is not lost."""
+    g, e = (x.double().flatten(1) for x in (got, expected))
+    off, size = (F.pad(x.square().sum(1), (0, -len(x) % rows)).view(-1, rows).sum(1).sqrt() for x in (g - e, e))
+    worst = float(torch.where(size > 0, off / size, off).max())
+    return worst if isfinite(worst) else float("inf")

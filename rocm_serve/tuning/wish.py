@@ -11,6 +11,9 @@ from rocm_serve.ops.facts import OpFacts
 
 # Batches that graphs are captured at, in the order in which they matter to a server.
 ROWS = (16, 64, 1, 256, 8, 32, 128, 4, 2)
+# Chunks of a prompt; more rows than a decode step has.
+PROMPT_ROWS = (2048, 8192, 512, 16384)
+MOST_DECODED = 256
 CONTEXT = 8192  # of attention; what its tiles depend on is not the context
 
 
@@ -64,11 +67,13 @@ def sizes_of(facts: OpFacts) -> dict[str, int]:
 def points(rows: Sequence[int], linears: Iterable[str], only: Sequence[str] = ()) -> Iterator[Point]:
     """Yield the calls that may have tiles: where most of a step goes first, then products, then the rest.
 
-    Rows as they are given. `only`: names of cases, others are left out.
+    Rows as they are given; more than a decode step has are rows of one prompt. `only`: names of cases, others are left
+    out.
     """
-    for make in (_first, _products, _rest):
+    linears = [name for name in linears if name != "shared gate"]  # one row of a weight: part of shared_expert_add
+    for decoded, prompt in ((_first, _first_of_prompts), (_products, _products_of_prompts), (_rest, _rest_of_prompts)):
         for count in rows:
-            for point in make(count, linears):
+            for point in (decoded if count <= MOST_DECODED else prompt)(count, linears):
                 if not only or point.case in only:
                     yield point
 
@@ -82,13 +87,34 @@ def _first(count: int, linears: Iterable[str]) -> Iterator[Point]:
 def _products(count: int, linears: Iterable[str]) -> Iterator[Point]:
     yield Point("head", {"rows": count})
     for name in linears:
-        if name != "shared gate":  # one row of a weight: no product, part of shared_expert_add
-            yield Point("linear", {"rows": count, "name": name})
+        yield Point("linear", {"rows": count, "name": name})
 
 
 def _rest(count: int, linears: Iterable[str]) -> Iterator[Point]:
+    yield Point("attention", {"rows": count, "context": CONTEXT, "kv": "fp8"})
     yield Point("gdn", {"rows": count})
     yield Point("conv", {"rows": count})
+    yield Point("route", {"rows": count})
+    yield Point("norms", {"rows": count, "residual": True})
+    for name in linears:
+        yield Point("fp8_linear", {"rows": count, "name": name})
+
+
+def _first_of_prompts(count: int, linears: Iterable[str]) -> Iterator[Point]:
+    yield Point("experts", {"rows": count})
+    yield Point("attention_prefill", {"rows": count})
+    yield Point("gdn_chunk", {"rows": count})
+
+
+def _products_of_prompts(count: int, linears: Iterable[str]) -> Iterator[Point]:
+    for name in linears:
+        yield Point("fp8_linear", {"rows": count, "name": name})
+        yield Point("linear", {"rows": count, "name": name})
+
+
+def _rest_of_prompts(count: int, linears: Iterable[str]) -> Iterator[Point]:
+    yield Point("attention_prefill", {"rows": count, "kv": "fp8"})
+    yield Point("prompt_conv", {"rows": count})
     yield Point("route", {"rows": count})
     yield Point("norms", {"rows": count, "residual": True})
 

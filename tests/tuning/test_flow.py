@@ -14,7 +14,7 @@ from rocm_serve.ops import tiles
 from rocm_serve.tuning.bench import bench_of
 from rocm_serve.tuning.cases import Case
 from rocm_serve.tuning.flow import Group, groups_of, tune_group
-from rocm_serve.tuning.operands import Bench
+from rocm_serve.tuning.operands import Bench, relative, worst_piece
 from rocm_serve.tuning.outcome import words
 from rocm_serve.tuning.shapes import SHAPES
 from rocm_serve.tuning.static import facts_on, model_of, wish_of
@@ -148,6 +148,23 @@ def test_calls_come_in_the_order_of_what_matters() -> None:
         "experts rows 1",
     ]
     assert {point.case for point in points((1,), ("gate",), ("linear",))} == {"linear"}
+
+
+def test_more_rows_than_a_decode_step_has_are_rows_of_a_prompt() -> None:
+    found = [str(point) for point in points((2048, 4), ("gate", "shared gate"))]
+    assert found[:4] == ["experts rows 2048", "attention_prefill rows 2048", "gdn_chunk rows 2048", "experts rows 4"]
+    assert "attention rows 4 context 8192 kv fp8" in found and "attention_prefill rows 2048 kv fp8" in found
+    assert "fp8_linear rows 2048 name gate" in found and not any("shared gate" in point for point in found)
+
+
+def test_one_wrong_row_among_many_is_seen() -> None:
+    expected = torch.randn(1000, 8)
+    got = expected.clone()
+    assert worst_piece(got, expected, 16) == 0.0
+    got[997] *= 1.5
+    assert worst_piece(got, expected, 16) > 0.05 > relative(got, expected)
+    got[3, 0] = float("nan")
+    assert worst_piece(got, expected, 16) == float("inf")
 
 
 def test_operands_of_a_wish_have_the_models_sizes() -> None:

@@ -109,8 +109,16 @@ def test_captured_steps_touch_no_more_experts_and_draw_the_tokens_of_plain_ones(
         partial(cases.norms, rows=9, residual=True),
         partial(cases.quantise, rows=9),
         partial(cases.kv_write, rows=9),
+        partial(cases.attention, rows=3, context=37, kv="fp8"),
+        partial(cases.fp8_linear, rows=9, name="out_proj"),
+        partial(cases.attention_prefill, rows=37),
+        partial(cases.attention_prefill, rows=21, context=40, count=2),
+        partial(cases.attention_prefill, rows=21, kv="fp8"),
+        partial(cases.gdn_chunk, rows=70),
+        partial(cases.gdn_chunk, rows=9, count=3),
+        partial(cases.prompt_conv, rows=9, count=3),
     ],
-    ids=lambda make: make.func.__name__,
+    ids=lambda make: f"{make.func.__name__} {make.keywords}",
 )
 def test_an_op_is_judged_and_timed(make: op_level.Make) -> None:
     found = op_level.measure(_bench(), "tiny", make, Ceilings())
@@ -126,6 +134,10 @@ def test_an_op_is_judged_and_timed(make: op_level.Make) -> None:
         ("gdn_decode", partial(cases.gdn, rows=3)),
         ("linear", partial(cases.linear, rows=3, name="gate")),
         ("add_rms_norm", partial(cases.norms, rows=9, residual=True)),
+        ("fp8_linear", partial(cases.fp8_linear, rows=9, name="gate")),
+        ("attention_prefill", partial(cases.attention_prefill, rows=9, context=16, count=2)),
+        ("gdn_chunk", partial(cases.gdn_chunk, rows=9, count=2)),
+        ("causal_conv", partial(cases.prompt_conv, rows=9, count=2)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -233,4 +245,4 @@ def test_the_plot_shows_ours_and_vllm_over_the_same_floor() -> None:
     ours, vllm = lines_of(records)
     assert ours == ("q35tp1, ctx 1024, graphs", [(1, 0.525), (64, 0.525)], False)
     assert vllm[1][0] == (1, pytest.approx(2.1 / 4.20)) and vllm[2]
-    assert svg(records, "a < b").count("<polyline") == 2
+    assert svg([ours, vllm], "a < b").count("<polyline") == 2

@@ -1,0 +1,66 @@
+"""The mixture of experts: the choice, the routed experts, the shared expert's gate and sum."""
+
+from __future__ import annotations
+
+import torch
+
+from rocm_serve.tuning import floor
+from rocm_serve.tuning.case import Case
+from rocm_serve.tuning.operands import Bench, relative
+
+
+def experts(bench: Bench, rows: int, context: int = 0) -> Case:
+    """The routed experts of uniformly chosen ids, two layers in turn."""
+    d = bench.dims
+    once = floor.experts(d, rows, floor.expected_distinct(d.experts, d.top_k, rows))
+    sets = bench.sets(once.nbytes, least=4)
+    ids = bench.choices(rows, sets)
+    x = [bench.rows(rows, d.hidden) for _ in range(sets)]
+    shares = [bench.shares(rows) for _ in range(sets)]
+    layers = bench.experts
+    prepared = [bench.ops.prepare("moe_experts", layer) for layer in layers]
+    distinct = 0.0 if bench.hollow else sum(len(one.unique()) for one in ids) / sets
+    how = {"activation": bench.ops.fp8_activation}
+
+    def call(i: int) -> torch.Tensor:
+        return bench.ops.moe_experts(x[i], ids[i], shares[i], rows, **prepared[i % len(layers)], **how)
+
+    picked = bench.sample(rows)
+
+    def check() -> float:
+        some = picked
+        reference = bench.ops.providers["moe_experts"].semantics or bench.ops.table["moe_experts"].reference
+        expected = reference(x[1][some], ids[1][some], shares[1][some], len(some), **bench.experts[1], **how)
+        return relative(call(1)[some], expected)
+
+    calls = [lambda i=i: call(i) for i in range(sets)]
+    return Case("moe_experts", f"B {rows}", floor.experts(d, rows, distinct), calls, check, distinct)
+
+
+def route(bench: Bench, rows: int, context: int = 0) -> Case:
+    """The choice of experts from router logits."""
+    d = bench.dims
+    logits = [bench.rows(rows, d.experts, scale=2.0) for _ in range(bench.sets(floor.route(d, rows).nbytes))]
+    how = {"top_k": d.top_k, "renormalise": True}
+
+    def check() -> float:
+        got, expected = (f(logits[0], **how) for f in (bench.ops.moe_route, bench.ops.table["moe_route"].reference))
+        return relative(got[1], expected[1])  # ids of equal logits may differ, their weights may not
+
+    calls = [lambda x=x: bench.ops.moe_route(x, **how) for x in logits]
+    return Case("moe_route", f"B {rows}", floor.route(d, rows), calls, check)
+
+
+def shared_add(bench: Bench, rows: int, context: int = 0) -> Case:
+    """The shared expert's gate and the sum of both halves of the MLP."""
+    h = bench.dims.hidden
+    cost = floor.shared_add(h, rows)
+    operands = [[bench.rows(rows, h) for _ in range(3)] for _ in range(bench.sets(cost.nbytes))]
+    weight = bench.rows(1, h, scale=h**-0.5)
+
+    def check() -> float:
+        expected = bench.ops.table["shared_expert_add"].reference(*operands[0], weight)
+        return relative(bench.ops.shared_expert_add(*operands[0], weight), expected)
+
+    calls = [lambda some=some: bench.ops.shared_expert_add(*some, weight) for some in operands]
+    return Case("shared_expert_add", f"B {rows}", cost, calls, check)
