@@ -22,6 +22,11 @@ def batch_sizes(most: int) -> tuple[int, ...]:
     return (*powers, most) if most else ()
 
 
+def verified_sizes(most: int, draft_tokens: int) -> tuple[int, ...]:
+    """Return the sizes of batches in which each request brings drafts: `AUTO_MOST` rows at most, so fewer requests."""
+    return batch_sizes(min(most, AUTO_MOST // (1 + draft_tokens)))
+
+
 def decide(
     config: ServeConfig,
     device: DeviceName,
@@ -65,13 +70,12 @@ def _refusal(config: ServeConfig, device: DeviceName, nnodes: int, chosen: dict[
     """Say why no step can be captured, as far as wishes tell; a rank knows the rest when its ops are bound."""
     if device == "cpu":
         return "a CPU has no device graphs"
-    if chosen["draft_tokens"]:
-        return "steps with drafts are not captured"
     if chosen["all_reduce"] == "aiter":
         return "--all-reduce aiter shares the buffers of a graph while it is captured, which we do not do"
-    exchange = str(chosen["expert_exchange"])
-    if exchange in _EXCHANGES:
-        return _EXCHANGES[exchange]
+    names = ["expert_exchange", *(["speculative_expert_exchange"] if chosen["draft_tokens"] else [])]
+    for exchange in (str(chosen[name]) for name in names):
+        if exchange in _EXCHANGES:
+            return _EXCHANGES[exchange]
     if config.tp * config.pp // nnodes < config.tp:
         return "the ranks of a stage are on several hosts, and NCCL 2.28 hangs in captured sums between hosts"
     return None

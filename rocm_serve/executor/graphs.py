@@ -36,6 +36,10 @@ class Recorder(Protocol):
         """Return what `Sequences` of a batch of fixed size is to hold as its contexts and slots on the host."""
         ...
 
+    def host_copy(self, values: torch.Tensor, bound: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what the host is to hold of integers that differ from step to step; `bound`: the most of each."""
+        ...
+
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """Return what does all that `run` does, from and to the same memory, whenever it is called.
 
@@ -56,6 +60,10 @@ class DeviceGraphs:
         """Return the longest contexts that may come: an op that looks must be right for all of them."""
         size = len(contexts_B)
         return (self._longest,) * size, (0,) * size
+
+    def host_copy(self, values: torch.Tensor, bound: tuple[int, ...]) -> tuple[int, ...]:
+        """Return `bound`: what the host decides by it must be right for all values."""
+        return bound
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         """See Recorder. Runs `run` a few times first."""

@@ -15,12 +15,13 @@ from rocm_serve.checkpoint.ledger import stage_catalogue
 from rocm_serve.checkpoint.load import Progress, dummy_fill, load_stage
 from rocm_serve.checkpoint.reader import CheckpointReader, read_config
 from rocm_serve.config.experts import expert_plan
-from rocm_serve.config.graphs import AUTO_MOST, batch_sizes
+from rocm_serve.config.graphs import AUTO_MOST, batch_sizes, verified_sizes
 from rocm_serve.config.load import environment
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor import graphs, memory
 from rocm_serve.executor.binding import Wishes, check_same, op_facts, settle
 from rocm_serve.executor.decode import DecodeSteps
+from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.experts import StageExperts, build_exchanges
 from rocm_serve.executor.inputs import RequestTable
 from rocm_serve.executor.probe_node import NodeProber, cache_folder, machine_key
@@ -79,8 +80,6 @@ class LoadedStage:
         """Say why no step can be captured, whatever was asked for."""
         if self.device.type == "cpu":
             return "a CPU has no device graphs"
-        if self.resolved.draft_tokens:
-            return "steps with drafts are not captured"
         return graphs.refusal(self.ops.report, self.comm, self.experts.wiring.exchanges.values())
 
     def runner(self, *, num_pages: int, num_slots: int) -> StageRunner:
@@ -99,10 +98,11 @@ class LoadedStage:
         table, multiple = RequestTable(self.resolved.page_size), memory.row_multiple(self.resolved)
         upload = Upload(self.device)
         sampler = self._sampler(upload) if self.coord.last_stage else None
-        drafter = decode = None
+        drafter, decode = None, None
         if self.graph_refusal is None:
             recorder = graphs.DeviceGraphs(self.resolved.max_model_len)
-            decode = self.decode_steps(cache, table, sampler, num_slots, recorder)
+            steps = self.draft_steps if self.resolved.draft_tokens else self.decode_steps
+            decode = steps(cache, table, sampler, num_slots, recorder)
         if sampler is not None and self.model.mtp is not None:
             drafter = DraftHead(self.model.mtp, sampler, table, cache, self.device, multiple)
         parts = (self.model, self.coord, cache, table, sampler, self.device, multiple)
@@ -124,6 +124,30 @@ class LoadedStage:
             recorder=recorder,
             max_pages=-(-resolved.max_model_len // resolved.page_size),
             hidden_size=None if self.coord.first_stage else self.facts.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+            row_multiple=memory.row_multiple(resolved),
+        )
+
+    def draft_steps(
+        self, cache: StageCache, table: RequestTable, sampler: Sampler | None, num_slots: int, recorder: graphs.Recorder
+    ) -> DraftSteps:
+        """Make the steps of fixed sizes of a server that drafts."""
+        resolved = self.resolved
+        most = min(resolved.graph_max_batch or AUTO_MOST, num_slots)
+        return DraftSteps(
+            self.model,
+            self.model.mtp,
+            cache,
+            table,
+            sampler,
+            sizes=batch_sizes(most),
+            verified_sizes=verified_sizes(most, resolved.draft_tokens),
+            captured=resolved.graph_max_batch > 0,
+            recorder=recorder,
+            max_pages=-(-resolved.max_model_len // resolved.page_size),
+            hidden_size=None if self.coord.first_stage else self.facts.hidden_size,
+            vocab_size=self.facts.vocab_size,
             dtype=self.dtype,
             device=self.device,
             row_multiple=memory.row_multiple(resolved),

@@ -11,7 +11,7 @@ from math import prod
 import msgspec
 
 from rocm_serve.cache.layout import CACHE_ITEMSIZE, StageLayout, stage_layout
-from rocm_serve.config.graphs import batch_sizes
+from rocm_serve.config.graphs import batch_sizes, verified_sizes
 from rocm_serve.config.load import FIELDS, flag_name
 from rocm_serve.config.resolve import check_total_tokens
 from rocm_serve.config.schema import Resolved
@@ -169,13 +169,18 @@ def graph_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, re
     """
     if not resolved.graph_max_batch:
         return 0
-    sizes = batch_sizes(resolved.graph_max_batch)
-    decode = msgspec.structs.replace(resolved, chunked_prefill_size=0, max_running_requests=sizes[-1])
-    nodes = GRAPH_NODES_OF_LAYER * len(stage_layers(facts, coord))
+    ahead, sizes = resolved.draft_tokens, batch_sizes(resolved.graph_max_batch)
+    rows, largest, passes = list(sizes), sizes[-1], 1
+    if ahead:
+        sizes = verified_sizes(resolved.graph_max_batch, ahead)
+        rows += [size * (1 + ahead) for size in sizes]
+        largest, passes = max(largest // (1 + ahead), sizes[-1]), 2  # what drafts add to a layer counts as one more
+    decode = msgspec.structs.replace(resolved, chunked_prefill_size=0, max_running_requests=largest)
+    nodes = GRAPH_NODES_OF_LAYER * passes * (len(stage_layers(facts, coord)) + ahead)
     left = facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
     if coord.last_stage:
         left += 4 * -(-facts.vocab_size // coord.mesh.tp)
-    return step_bytes(params, facts, coord, decode) + sum(sizes) * left + len(sizes) * nodes * GRAPH_NODE_BYTES
+    return step_bytes(params, facts, coord, decode) + sum(rows) * left + len(rows) * nodes * GRAPH_NODE_BYTES
 
 
 def gpu_memory(total_bytes: int, free_bytes: int, resolved: Resolved) -> int:

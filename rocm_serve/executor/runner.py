@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from rocm_serve.cache.allocate import clear_slots
 from rocm_serve.executor.decode import DecodeSteps
+from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.inputs import RequestTable, SampledRows, StepInputs, build_inputs
 from rocm_serve.executor.memory import padded
@@ -57,7 +58,8 @@ class StageRunner:
     device: torch.device
     row_multiple: int
     drafter: DraftHead | None = None  # on the last stage, where the server drafts
-    decode: DecodeSteps | None = None  # takes the steps that nothing but decode, at batch sizes of its own
+    # takes the steps that nothing but decode, at batch sizes of its own
+    decode: DecodeSteps | DraftSteps | None = None
     upload: Upload | None = None  # None: one for each use
 
     def rows(self, plan: Plan) -> int:

@@ -130,7 +130,7 @@ class GatedDeltaNet(nn.Module):
         y_THV = self._zeros(u_TC)
         if replay is not None:
             z_TV = z_THV.flatten(1)
-            z_EV = z_TV.new_zeros(replay.sequences.num_rows, z_TV.shape[1])
+            z_EV = z_TV.new_zeros(replay.num_rows, z_TV.shape[1])
             z_EV[replay.own_N] = z_TV[: len(replay.own_N)]
             u_EC, ba_EG = self._extended(u_TC, ba_TG, batch.cache, replay)
             y_EHV = self._step(u_EC, ba_EG, z_EV.view(-1, *z_THV.shape[1:]), replay.sequences, batch.cache)

@@ -88,6 +88,11 @@ class Replay:
     drafts_D: torch.Tensor  # int64: rows of the batch that are drafts
     targets_D: torch.Tensor  # int64: slot * K + i, where they are to be pending
 
+    @property
+    def num_rows(self) -> int:
+        """Return E. In a step of fixed size the sequences may have fewer: those behind them are padding."""
+        return len(self.own_N) + len(self.replayed_R)
+
 
 @dataclass(slots=True)
 class StageCache:

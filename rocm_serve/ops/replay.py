@@ -68,8 +68,8 @@ def replay_of(sequences: Sequences, accepted: Sequence[int], drafts: Sequence[in
 
 def extended(x_TC: torch.Tensor, pending: torch.Tensor, replay: Replay) -> torch.Tensor:
     """Return the extended rows [E, C]: pending ones [slots + 1, K, C] beside the batch's own [T, C]."""
-    rows, channels = replay.sequences.num_rows, x_TC.shape[1]
-    x_EC = x_TC.new_empty((rows, channels))
+    channels = x_TC.shape[1]
+    x_EC = x_TC.new_empty((replay.num_rows, channels))
     x_EC[replay.own_N] = x_TC[: len(replay.own_N)]
     x_EC[replay.replayed_R] = pending.view(-1, channels)[replay.sources_R]
     return x_EC

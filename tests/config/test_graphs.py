@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rocm_serve.config.graphs import batch_sizes, decide
+from rocm_serve.config.graphs import batch_sizes, decide, verified_sizes
 from rocm_serve.config.schema import DeviceName, ServeConfig
 from rocm_serve.errors import UserError
 
@@ -33,6 +33,14 @@ def decided(
 )
 def test_sizes_are_powers_of_two_and_the_largest(most: int, sizes: tuple[int, ...]) -> None:
     assert batch_sizes(most) == sizes
+
+
+@pytest.mark.parametrize(
+    ("most", "drafts", "sizes"),
+    [(5, 3, (1, 2, 4, 5)), (256, 1, (1, 2, 4, 8, 16, 32, 64, 128)), (100, 3, (1, 2, 4, 8, 16, 32, 64))],
+)
+def test_batches_with_drafts_have_256_rows_at_most(most: int, drafts: int, sizes: tuple[int, ...]) -> None:
+    assert verified_sizes(most, drafts) == sizes
 
 
 @pytest.mark.parametrize("device", ["rocm", "cuda"])
@@ -65,10 +73,10 @@ def test_a_cpu_has_none_and_says_so_to_who_asked() -> None:
 @pytest.mark.parametrize(
     ("chosen", "why"),
     [
-        ({"draft_tokens": 3}, "steps with drafts are not captured"),
         ({"all_reduce": "aiter"}, "--all-reduce aiter shares the buffers"),
         ({"expert_exchange": "torch"}, "--expert-exchange torch has the host count"),
         ({"expert_exchange": "mori"}, "--expert-exchange mori: no graph with MORI's kernels"),
+        ({"speculative_expert_exchange": "torch", "draft_tokens": 1}, "--expert-exchange torch has the host count"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_with_its_reason(chosen: dict[str, object], why: str) -> None:
