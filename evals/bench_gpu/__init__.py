@@ -1,1 +1,1 @@
-"""Decode and prefill on one GPU beside their floors: ops, and whole steps of the engine's own runner. `python -m evals.bench_gpu`."""
+"""Decode and prefill on one GPU beside their floors: ops, and whole steps of the engine's own runner."""

@@ -137,6 +137,7 @@ def _record(run: Measuring, name: str, one: Mixed, found: prefill_level.PrefillF
         uniform_ratio=even / found.wall,
         distinct=sum(found.distinct) / len(found.distinct),
         uniform_distinct=uniform,
+        fullest=sum(found.fullest) / len(found.fullest),
         parts_ms={cost.op: cost.seconds(run.ceilings) * 1e3 for cost in parts},
         kernels=device.kernels if device is not None and listed else {},
         gaps=device.gaps if device is not None and listed else {},

@@ -44,6 +44,7 @@ class PrefillFinding:
     host: float
     device: Busy | None
     distinct: tuple[int, ...]  # experts touched, layer by layer, in one step
+    fullest: tuple[float, ...]  # rows of the expert with most of them over those of the mean, layer by layer
 
 
 class Prefilling:
@@ -126,18 +127,23 @@ class Prefilling:
             self.runner.step(Plan(self._seq, (), released=tuple(rids)), None)
 
 
-def distinct_experts(stage: LoadedStage, steps: Prefilling) -> tuple[int, ...]:
-    """Run one step and count the experts that each layer's rows chose."""
+def chosen_experts(stage: LoadedStage, steps: Prefilling) -> list[torch.Tensor]:
+    """Run one step and count the rows of each expert, layer by layer."""
     layers = [module for module in stage.model.modules() if isinstance(module, SparseMoe)]  # type: ignore[attr-defined]
     chosen: list[torch.Tensor] = []
+    experts = stage.facts.num_experts
+
+    def observe(ids_nk: torch.Tensor, live: int | torch.Tensor) -> None:
+        chosen.append(ids_nk[: int(live)].flatten().long().bincount(minlength=experts).cpu())
+
     for layer in layers:
-        layer.observe = lambda ids_nk, live: chosen.append(ids_nk[: int(live)].unique())
+        layer.observe = observe
     try:
         steps.step()
     finally:
         for layer in layers:
             layer.observe = None
-    return tuple(len(ids) for ids in chosen)
+    return chosen
 
 
 def busy_in(spans: Sequence[tuple[float, float, str]]) -> Busy:
@@ -183,7 +189,9 @@ def measure(
     """Measure one point. Errors: SamplingFailed when logits are not finite."""
     in_all = WARM_UP_STEPS + steps + HOST_STEPS + 4
     prefilling = Prefilling(runner, stage.facts.vocab_size, shape, in_all, first_rid)
-    distinct = distinct_experts(stage, prefilling)
+    chosen = chosen_experts(stage, prefilling)
+    distinct = tuple(int((counts > 0).sum()) for counts in chosen)
+    fullest = tuple(float(counts.max() / counts.float().mean()) for counts in chosen)
     for _ in range(WARM_UP_STEPS):
         prefilling.step()
     times = [prefilling.step() * 1e3 for _ in range(steps)]
@@ -191,7 +199,7 @@ def measure(
     device = profiled(prefilling)
     prefilling.release()
     low, median, high = statistics.quantiles(times, n=4)
-    return PrefillFinding(median, low, high, host, device, distinct)
+    return PrefillFinding(median, low, high, host, device, distinct, fullest)
 
 
 def _wait(device: torch.device) -> None:

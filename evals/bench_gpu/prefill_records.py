@@ -39,6 +39,7 @@ class PrefillRecord(msgspec.Struct, frozen=True, kw_only=True):
     uniform_ratio: float
     distinct: float  # experts of a layer, mean
     uniform_distinct: float
+    fullest: float  # rows of a layer's expert with most of them over those of the mean, mean of the layers
     parts_ms: dict[str, float]  # the floor, by op
     kernels: dict[str, tuple[int, float]] = {}  # launches of one step and their microseconds
     gaps: dict[str, tuple[int, float]] = {}  # what the device waited for: how often, microseconds
@@ -67,7 +68,8 @@ def prefill_line(one: PrefillRecord) -> str:
         f"{one.shape:7} prefill {named(one):28} {one.wall_ms:8.2f} ms ({one.low:.2f} to {one.high:.2f})"
         f"  {one.tokens_s / 1e3:7.1f} k tokens/s  host {one.host_ms:.2f}  device {device}"
         f"  floor {one.floor_ms:.2f}  {one.ratio:5.2f}  uniform {one.uniform_floor_ms:.2f}  {one.uniform_ratio:5.2f}"
-        f"  {one.distinct:.1f} experts a layer (uniform {one.uniform_distinct:.1f}){beside}"
+        f"  {one.distinct:.1f} experts a layer (uniform {one.uniform_distinct:.1f}),"
+        f" the fullest {one.fullest:.1f} x the mean{beside}"
     )
 
 

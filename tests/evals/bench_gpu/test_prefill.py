@@ -130,6 +130,7 @@ def test_distinct_experts_are_counted_layer_by_layer() -> None:
     loaded = _loaded()
     found = prefill_level.measure(loaded, loaded.runner(num_pages=8, num_slots=1), Mixed(1), 50, steps=2)
     assert found.distinct == (2, 2, 2, 2), "one row chooses two experts in each layer"
+    assert found.fullest == (4.0, 4.0, 4.0, 4.0), "of eight, which have a quarter of a row on average"
     assert found.wall > 0 and found.host > 0 and found.device is None
 
 
@@ -155,6 +156,7 @@ def _record(rows: int, **changes: object) -> PrefillRecord:
         "uniform_ratio": 0.4,
         "distinct": 250.0,
         "uniform_distinct": 256.0,
+        "fullest": 1.5,
         "parts_ms": {},
     }
     return PrefillRecord(**(values | changes))  # type: ignore[arg-type]
