@@ -24,7 +24,9 @@ def tune(
         str | None, typer.Option(metavar="{q35tp1,q38tp8}", help="A published shape, in its place.", show_default=False)
     ] = None,
     tp: Annotated[int, typer.Option(help="As for serve: shapes are those of one rank.")] = 1,
-    rows: Annotated[list[int] | None, typer.Option(help="Rows of a decode step; several times.")] = None,
+    rows: Annotated[
+        list[int] | None, typer.Option(help="Rows of a decode step, above 256 of a prompt; several times.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Calls to tune, as experts or attention.")] = None,
     arch: Annotated[
         str | None, typer.Option(help="With --dry-run: a card that is not here.", show_default=False)

@@ -109,6 +109,7 @@ def tune_group(bench: Bench, group: Group, timer: Timer, deadline: float, patien
         tried=tuple(tried),
         candidates=len(group.tiles),
         nbytes=tuple(case.cost.nbytes for case in made),
+        operations=tuple(case.cost.bf16 + case.cost.fp8 for case in made),
         peers=peers,
     )
 

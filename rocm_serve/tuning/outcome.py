@@ -31,6 +31,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tried: tuple[Tried, ...]
     candidates: int
     nbytes: tuple[float, ...]
+    operations: tuple[float, ...]
     peers: dict[str, float] = {}  # microseconds of the first call by others
 
     @property
@@ -50,7 +51,8 @@ def words(one: Outcome) -> str:
     )
     if one.best.us is None:
         return f"{one.kernel} {one.key}: nothing ran ({count}): {one.rule.why}"
-    speeds = ", ".join(f"{n / us / 1e6:.2f} TB/s" for n, us in zip(one.nbytes, one.best.us, strict=True))
+    each = zip(one.nbytes, one.operations, one.best.us, strict=True)
+    speeds = ", ".join(f"{n / us / 1e6:.2f} TB/s {count / us / 1e6:.0f} TF" for n, count, us in each)
     tile = " ".join(f"{name} {size}" for name, size in one.best.tile.items())
     us = ", ".join(f"{x:.1f}" for x in one.best.us)
     peers = "".join(f"; {name} {x:.1f} us" for name, x in one.peers.items())

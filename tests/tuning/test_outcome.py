@@ -16,7 +16,15 @@ def _outcome(rule_us: float | None, best_us: float | None, key: str = "rows=8") 
 
     rule, best = tried(16, rule_us), tried(64, best_us)
     return Outcome(
-        kernel="one_kernel", key=key, calls=("",), rule=rule, best=best, tried=(rule, best), candidates=2, nbytes=(4e6,)
+        kernel="one_kernel",
+        key=key,
+        calls=("",),
+        rule=rule,
+        best=best,
+        tried=(rule, best),
+        candidates=2,
+        nbytes=(4e6,),
+        operations=(3e8,),
     )
 
 
@@ -48,7 +56,9 @@ def test_where_the_rules_tile_does_not_run_any_that_does_is_kept() -> None:
 
 
 def test_words_name_speed_and_gain() -> None:
-    assert words(_outcome(10.0, 5.0)).startswith("one_kernel rows=8: 5.0 us (0.80 TB/s), rule 10.0 us, 2.00x: BM 64")
+    assert words(_outcome(10.0, 5.0)).startswith(
+        "one_kernel rows=8: 5.0 us (0.80 TB/s 60 TF), rule 10.0 us, 2.00x: BM 64"
+    )
 
 
 def test_no_table_is_an_empty_one(tmp_path: Path) -> None:
