@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
         help="prefill steps: one prompt of --rows;"
         " one after 30k tokens; 64 prompts of 128; one of 2048 beside 64 decodes",
     )
-    made.add_argument("--most", type=int, help="prefill: cut every size to this: a test of this program")
+    made.add_argument(
+        "--most", type=int, default=1 << 30, help="prefill: cut every size to this: a test of this program"
+    )
     made.add_argument("--levels", nargs="+", choices=("ops", "step"), default=["step", "ops"], help="in this order")
     made.add_argument("--modes", nargs="+", choices=("graphs", "eager"), default=["graphs", "eager"])
     made.add_argument("--only", nargs="+", help="ops level: names of cases, as experts attention gdn linear")

@@ -23,7 +23,7 @@ _AIMED_CONTEXTS = (8192, 65536)  # of attention, at a batch of 16
 
 _LONG_CONTEXT = 30 << 10
 _LONGEST = 65536  # of the delta rule
-_SHORT = {"rows": 128, "count": 64}
+_SHORT = (64, 128)  # so many prompts of so many rows
 
 _OP_OF = {"lm_head + draw": "linear"}
 
@@ -59,14 +59,19 @@ def op_points(batches: Sequence[int], contexts: Sequence[int], many: Sequence[in
                 yield partial(cases.attention, rows=rows, context=context)
 
 
-def prompt_points(rows: Sequence[int]) -> Iterator[Make]:
-    """Yield the same for prompts of so many rows: ops with an aim in the order given, then the rest."""
+def prompt_points(rows: Sequence[int], most: int = 1 << 30) -> Iterator[Make]:
+    """Yield the same for prompts of so many rows: ops with an aim in the order given, then the rest.
+
+    `most`: cuts every size, for a trial of this program.
+    """
+    rows = [min(count, most) for count in rows]
+    short = {"rows": min(_SHORT[1], most), "count": min(_SHORT[0], most)}
     for make in (cases.experts, cases.attention_prefill, cases.gdn_chunk):
         yield from (partial(make, rows=count) for count in rows)
-    yield partial(cases.gdn_chunk, rows=_LONGEST)
-    yield partial(cases.gdn_chunk, **_SHORT)
-    yield partial(cases.attention_prefill, **_SHORT)
-    yield partial(cases.attention_prefill, rows=2048, context=_LONG_CONTEXT)
+    yield partial(cases.gdn_chunk, rows=min(_LONGEST, most))
+    yield partial(cases.gdn_chunk, **short)
+    yield partial(cases.attention_prefill, **short)
+    yield partial(cases.attention_prefill, rows=min(2048, most), context=min(_LONG_CONTEXT, most))
     for count in rows:
         yield partial(cases.prompt_conv, rows=count)
         yield partial(cases.norms, rows=count, residual=True)

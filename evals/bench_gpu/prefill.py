@@ -24,17 +24,16 @@ _BESIDE = 2048  # rows of the prompt after a long context, and of that beside de
 _MARGIN = 64  # positions beyond the longest
 
 
-def shapes_of(rows: Sequence[int], kinds: Sequence[str], *, most: int | None = None) -> list[Mixed]:
+def shapes_of(rows: Sequence[int], kinds: Sequence[str], *, most: int = 1 << 30) -> list[Mixed]:
     """List the steps: single prompts in the order given, then the other kinds. `most`: cuts every size, for a trial."""
-    few = most or 1 << 30
-    found = [Mixed(min(count, few)) for count in rows] if "single" in kinds else []
+    found = [Mixed(min(count, most)) for count in rows] if "single" in kinds else []
     if "context" in kinds:
-        found.append(Mixed(min(_BESIDE, few), context=min(LONG_CONTEXT, few)))
+        found.append(Mixed(min(_BESIDE, most), context=min(LONG_CONTEXT, most)))
     if "short" in kinds:
-        found.append(Mixed(min(SHORT_PROMPTS[1], few), prompts=min(SHORT_PROMPTS[0], few)))
+        found.append(Mixed(min(SHORT_PROMPTS[1], most), prompts=min(SHORT_PROMPTS[0], most)))
     if "mixed" in kinds:
         decodes, context = DECODES
-        found.append(Mixed(min(_BESIDE, few), decodes=min(decodes, few), decode_context=min(context, few)))
+        found.append(Mixed(min(_BESIDE, most), decodes=min(decodes, most), decode_context=min(context, most)))
     return found
 
 
@@ -48,7 +47,7 @@ def ops_of_shape(run: Measuring, name: str) -> None:
     """Measure the ops of one shape."""
     a = run.arguments
     rank = _rank(run, name, [Mixed(max(a.rows))])
-    measuring.ops_of_shape(run, name, list(op_level.prompt_points(a.rows)), rank)
+    measuring.ops_of_shape(run, name, list(op_level.prompt_points(a.rows, a.most)), rank)
 
 
 def _points_of_steps(shapes: Sequence[Mixed]) -> Iterator[Point]:

@@ -52,7 +52,20 @@ def test_a_spent_budget_leaves_points_out_and_names_them(tmp_path: Path) -> None
     run = msgspec.json.decode(file.read_bytes(), type=Run)
     assert not run.prefills and not run.ops
     assert "tiny: all steps" in run.left_out
-    assert any("gdn_chunk {'rows': 65536}" in line for line in run.left_out)
+    assert any("gdn_chunk {'rows': 20, 'count': 20}" in line for line in run.left_out)
+
+
+def test_ops_of_prompts_are_judged_and_written(tmp_path: Path) -> None:
+    file, some = tmp_path / "run.json", ["gdn_chunk", "attention_prefill", "prompt_conv"]
+    cut = ["--rows", "6", "--most", "6", "--levels", "ops", "--only", *some]
+    assert main([*TINY, *cut, "--json", str(file)]) == 0
+    run = msgspec.json.decode(file.read_bytes(), type=Run)
+    assert not run.failures and all(one.right for one in run.ops)
+    assert {(one.op, one.what) for one in run.ops} == {
+        *((op, "T 6") for op in ("gdn_chunk", "attention_prefill", "causal_conv")),
+        *((op, "6 x T 6") for op in ("gdn_chunk", "attention_prefill")),
+        ("attention_prefill", "T 6 ctx 6"),
+    }
 
 
 def test_aims_come_first_and_no_case_twice() -> None:
