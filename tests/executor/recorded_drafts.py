@@ -11,7 +11,8 @@ import torch
 from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.loading import LoadedStage
 from rocm_serve.executor.runner import StageRunner
-from rocm_serve.messages import Plan
+from rocm_serve.messages import NewRequest, Plan, Work
+from rocm_serve.types import SamplingParams
 from tests.executor.recorded import POISON, Recorded
 
 T = TypeVar("T")
@@ -69,3 +70,28 @@ def with_graphs(
     assert steps.capture(lambda size: None) > 0
     recorder.sizes.clear()
     return replace(plain, decode=steps)
+
+
+def plans_with_drafts(count: int, drafts: int, steps: int) -> list[Plan]:
+    """Make plans as a scheduler would whose requests bring none, one, two, ... drafts in turns, some of them accepted.
+
+    Pages 4 r to 4 r + 3 and slot r are those of request r, from 1 on, whose prompt is one token. All end at last.
+    """
+    rids, params = range(1, count + 1), SamplingParams(max_tokens=60, temperature=0.0)
+    pages = {rid: tuple(range(4 * rid, 4 * rid + 4)) for rid in rids}
+    first = tuple(Work(rid, 0, 1, False, True, rid, pages[rid], proposals=drafts) for rid in rids)
+    made = [Plan(0, first, tuple(NewRequest(rid, (rid,), params) for rid in rids))]
+    start, tried = dict.fromkeys(rids, 1), dict.fromkeys(rids, 0)
+    for seq in range(1, steps):
+        works = []
+        for rid in rids:
+            accepted, bring = (seq + rid) % (tried[rid] + 1), seq * rid % (drafts + 1)
+            start[rid] += accepted
+            tokens = tuple(7 + i for i in range(accepted + 1))
+            tail = tuple(11 + rid + i for i in range(bring))
+            wanted = (seq + 2 * rid) % (drafts + 1)
+            works.append(Work(rid, start[rid], 1 + bring, True, True, rid, (), tokens, accepted, tail, wanted))
+            start[rid] += 1
+            tried[rid] = bring
+        made.append(Plan(seq, tuple(works)))
+    return [*made, Plan(steps, (), released=tuple(rids))]
