@@ -50,6 +50,7 @@ HELP: Mapping[str, str] = MappingProxyType(
         "load_format": "dummy: random weights, nothing is read.",
         "enforce_eager": "No device graphs.",
         "graph_max_batch": "Largest decode batch replayed as a device graph; 0: none; else up to 256.",
+        "plan_ahead": "Start a step before the last one's tokens are known; auto: with graphs and --pp 1.",
         "all_reduce": "library: RCCL's, gloo's; aiter: AITER's own kernels for small sums.",
         "attention_backend": "Provider to prefer where the device has it.",
         "op": "Provider of an op.",

@@ -9,7 +9,7 @@ import msgspec
 
 from rocm_serve.types import FinishReason, SamplingParams, TokenLogprob
 
-WIRE_VERSION = 8  # raised with every change of a struct below; both ends compare it before anything else
+WIRE_VERSION = 9  # raised with every change of a struct below; both ends compare it before anything else
 
 
 # --- server -> core -------------------------------------------------------------------------------------------------
@@ -118,6 +118,7 @@ class EffectiveLimits(msgspec.Struct, frozen=True, array_like=True):
     num_slots: int
     draft_tokens: int = 0  # most drafts of one request in one step; 0: no drafting
     graph_max_batch: int = 0  # decode batches up to this size are replayed as device graphs; 0: none are
+    plan_ahead: bool = False  # a step is planned, and started, before the tokens of the one before it are known
     reasons: dict[str, str] = {}
 
 
@@ -170,6 +171,9 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     it stays; the rows of `drafts` run from it and leave no trace. With start == 0 nothing is accepted: all is computed
     again. `drafts` are in a Work that samples and is recurrent, and are a beginning of what the last result proposed.
     Pages reach `proposals` rows past the last one.
+
+    A `pending` Work is one row, behind all tokens known: it reads the token that the plan before this one draws for the
+    request, on the device. That plan is in flight still, and has it in the same slot; no drafts are near.
     """
 
     rid: int
@@ -183,6 +187,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     accepted: int = 0  # drafts of its last Work that the state has yet to take in
     drafts: tuple[int, ...] = ()  # to verify: the last len(drafts) rows
     proposals: int = 0  # most drafts that the result may propose for the next step; 0: the draft head need not
+    pending: bool = False
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -45,7 +45,14 @@ SPELLINGS: Mapping[str, str] = MappingProxyType(
 SWITCHES: Mapping[str, str] = MappingProxyType({"--disable-cuda-graph": "enforce_eager"})
 
 # A switch -> our key and the value that it stands for.
-SETTINGS: Mapping[str, tuple[str, str]] = MappingProxyType({"--disable-custom-all-reduce": ("all_reduce", "library")})
+SETTINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "--disable-custom-all-reduce": ("all_reduce", "library"),
+        "--disable-overlap-schedule": ("plan_ahead", "off"),
+        "--async-scheduling": ("plan_ahead", "on"),
+        "--no-async-scheduling": ("plan_ahead", "off"),
+    }
+)
 
 # Words that others use for values of a key, on the command line only.
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -89,7 +96,6 @@ NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
         "--ep-dispatch-algorithm": NoEffect("a row's own experts choose among replicas", ("static",)),
         "--ep-num-redundant-experts": NoEffect("--expert-placement says how often each is held", ("0",)),
         "--distributed-executor-backend": NoEffect("ranks are always processes of their own", ("mp",)),
-        "--disable-overlap-schedule": NoEffect("the scheduler has no such mode"),
         "--schedule-policy": NoEffect("the queue is first come, first served", ("fcfs",)),
         "--scheduling-policy": NoEffect("the queue is first come, first served", ("fcfs",)),
         "--enable-metrics": NoEffect("/metrics is always there"),

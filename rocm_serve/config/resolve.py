@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from rocm_serve.config import all_reduce, drafting, experts, graphs
+from rocm_serve.config import ahead, all_reduce, drafting, experts, graphs
 from rocm_serve.config.aliases import foreign_variables
 from rocm_serve.config.launcher import MAX_PORT, Membership, join_address, membership, split_address
 from rocm_serve.config.load import flag_name
@@ -159,6 +159,7 @@ def resolve(
         "reasons": reasons,
     }
     decided |= graphs.decide(config, device, place.nnodes, decided, reasons, unmet)
+    decided |= ahead.decide(config, device, decided, reasons, unmet)
     taken_over = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in decided}
     return msgspec.convert(taken_over | decided | {"notes": (*notes, *unmet, *foreign_variables(environ))}, Resolved)
 

@@ -16,6 +16,7 @@ ReasoningParserName = Literal["qwen3"]
 ToolCallParserName = Literal["qwen3_coder"]
 ExchangeName = Literal["local", "torch", "all_gather", "mori"]  # parallel/exchange/: how rows come to experts
 Fp8ActivationName = Literal["bf16", "fp8_1x128"]
+PlanAheadName = Literal["off", "on", "graphs"]  # graphs: on if decode steps are captured
 AllReduceName = Literal["library", "aiter"]  # of a stage's ranks: that of their process group, or AITER's own kernels
 
 
@@ -57,6 +58,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     load_format: Literal["auto", "dummy"] = "auto"
     enforce_eager: bool = False
     graph_max_batch: int | None = None  # largest decode batch that is captured; None: see config/graphs.py; 0: none
+    plan_ahead: Auto | Literal["on", "off"] = "auto"  # steps before the tokens of those before them are known
     attention_backend: Auto | AttentionBackendName = "auto"  # a wish: the first choice wherever the device has it
     op: dict[str, str] = {}  # op name, or "layers.N.op", -> provider
     seed: int = 0
@@ -101,6 +103,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str  # sockets and logs of this run
     preferred: dict[str, str] = {}  # op -> provider that is tried first
     graph_max_batch: int = 0  # largest decode batch that is captured as a device graph; 0: none
+    plan_ahead: PlanAheadName = "off"
     fp8_activation: Fp8ActivationName = "bf16"
     all_reduce: AllReduceName = "library"
     expert_exchange: ExchangeName = "local"

@@ -19,7 +19,8 @@ class Request:
 
     Known tokens are the prompt and everything sampled. `planned` of them are rows of plans (in flight or done) since
     the request was last admitted, an accepted draft's row among them; preemption sets it back to 0. The next Work
-    always starts at `planned`.
+    always starts at `planned`. Where steps are planned ahead it may be one more than is known: the row of a token that
+    is being drawn.
     """
 
     rid: int  # counts up with every added request, so it also tells the order of arrival
@@ -28,7 +29,8 @@ class Request:
     params: SamplingParams
     prompt_len: int
     end_ids: tuple[int, ...]
-    longest: int  # most rows ever computed for it
+    longest: int  # most rows ever computed for it, unless it ends before
+    hosted: bool  # nothing is planned behind a plan in flight that names it
     out: list[int] = field(default_factory=list)
     planned: int = 0
     told: int = 0  # output tokens that the workers know
@@ -37,7 +39,7 @@ class Request:
     slot: int = 0  # 0: not running
     pages: list[int] = field(default_factory=list)
     in_flight: int = 0  # plans in flight that name it
-    awaits: InFlight | None = None  # the plan in flight that brings its next tokens
+    awaits: InFlight | None = None  # the last plan in flight that brings tokens for it
     accepted: int = 0  # drafts of its last Work that the workers' state of it has yet to take in
     drafts: tuple[int, ...] = ()  # proposed for the rows after the newest token
 

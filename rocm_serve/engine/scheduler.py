@@ -16,6 +16,13 @@ What goes into a plan, in this order of precedence:
   leave free: drafts preempt nobody. No more are asked for than can come out before its end. They are kept for the next
   plan that names it; preemption and a plan that does not draft drop them. An accepted draft is a row done: the next
   Work starts behind it.
+* With `limits.plan_ahead` (one stage, no drafts) decoding requests are not split: a request whose token is being drawn
+  gets the row of that token in the next plan already, unless its length ends it there. An end token, a stop string or
+  an abort is seen one plan late; the row behind it was computed for nothing, and what came of it is dropped. Behind a
+  plan that names a `hosted` request nothing is planned before its result.
+
+Plans run in order on the device, so slots and pages are given back at once, whatever is in flight: their next owner's
+plan comes after the plan that writes them last.
 
 Prompts are cut only at multiples of min(64, chunked_prefill_size) from position 0, or at their end, and a Work never
 has rows of both prompt and output: a request's numbers do not depend on what runs beside it.
@@ -53,6 +60,7 @@ class InFlight:
 
     plan: Plan
     members: int = 0
+    hosted: bool = False  # its results have a part of the host in them
 
 
 @dataclass(slots=True)
@@ -76,6 +84,7 @@ class Scheduler:
 
     def __init__(self, limits: EffectiveLimits, depth: int) -> None:
         assert depth >= 1 and limits.chunked_prefill_size >= 1 and limits.page_size >= 1
+        assert not limits.plan_ahead or (depth == 2 and not limits.draft_tokens), "one step ahead, and no drafts"
         self.limits = limits
         self.depth = depth
         self.cut = min(GDN_CHUNK, limits.chunked_prefill_size)
@@ -123,6 +132,7 @@ class Scheduler:
             prompt_len=len(request.prompt),
             end_ids=request.params.end_token_ids,
             longest=longest(len(request.prompt), request.params, self.limits.max_model_len),
+            hosted=request.params.hosted,
         )
         self._next_rid += 1
         self._by_id[state.request_id] = self._by_rid[state.rid] = state
@@ -146,7 +156,7 @@ class Scheduler:
 
         Without `drafting` it verifies no drafts and asks for none.
         """
-        if len(self.in_flight) >= self.depth:
+        if len(self.in_flight) >= self.depth or (self.limits.plan_ahead and any(r.hosted for r in self.in_flight)):
             return None
         record = InFlight(Plan(seq=self._next_seq, work=()))
         drafting = drafting and self.limits.draft_tokens > 0
@@ -168,9 +178,11 @@ class Scheduler:
         turn = dict.fromkeys(islice(self.ready, self._group_size()))
         placed = []
         for request in list(self.running.values()):
-            if request.slot == 0 or request.awaits is not None:
+            if request.slot == 0:
                 continue
-            if request.rid in self.ready:
+            if request.awaits is not None:
+                rows = int(self.limits.plan_ahead and request.planned < request.longest)
+            elif request.rid in self.ready:
                 rows = 1 if request.rid in turn else 0
             else:
                 rows = self._rows(request, sketch.budget)
@@ -188,7 +200,7 @@ class Scheduler:
 
         Of D requests that decode or bring a token soon, D mod depth groups have one more than the others.
         """
-        if self.depth == 1:
+        if self.depth == 1 or self.limits.plan_ahead:
             return len(self.ready)
         base, more = divmod(len(self.ready) + sum(r.members for r in self.in_flight), self.depth)
         larger = sum(r.members > base for r in self.in_flight)
@@ -252,7 +264,8 @@ class Scheduler:
         start = request.planned
         end = start + rows
         recurrent = start >= request.prompt_len
-        samples = end == request.known and request.params.max_tokens > 0
+        pending = end > request.known
+        samples = end >= request.known and request.params.max_tokens > 0
         if not request.mentioned:
             request.mentioned = True
             sketch.new.append(NewRequest(request.rid, request.prompt, request.params))
@@ -269,13 +282,16 @@ class Scheduler:
             request.accepted,
             drafts,
             proposals,
+            pending,
         )
         (sketch.recurrent if recurrent else sketch.prompts).append(work)
         request.told = len(request.out)
         request.planned = end
         request.accepted, request.drafts = 0, ()
         request.in_flight += 1
+        sketch.record.hosted |= request.hosted
         if samples:
+            self._await_nothing(request)
             request.awaits = sketch.record
             sketch.record.members += 1
             self.ready.pop(request.rid, None)
@@ -304,7 +320,8 @@ class Scheduler:
     def commit(self, result: StepResult) -> list[Output]:
         """Take the result of the oldest plan in flight; say what is new about each request it has news of."""
         assert self.in_flight, f"result {result.seq} without a plan in flight"
-        plan = self.in_flight.popleft().plan
+        record = self.in_flight.popleft()
+        plan = record.plan
         assert plan.seq == result.seq, f"result {result.seq} came, {plan.seq} is the oldest plan in flight"
         outcomes = {sampled.rid: sampled for sampled in result.sampled}
         outputs: list[Output] = []
@@ -317,7 +334,7 @@ class Scheduler:
             if request is None:
                 continue
             request.in_flight -= 1
-            output = self._settle(request, work, outcome)
+            output = self._settle(request, work, outcome, record)
             if output is not None:
                 outputs.append(output)
         assert not outcomes, f"result {result.seq} has outcomes of requests that the plan does not name"
@@ -327,7 +344,7 @@ class Scheduler:
         self._counts["prompt_tokens"] += prompt_rows
         return outputs
 
-    def _settle(self, request: Request, work: Work, outcome: Sampled | None) -> Output | None:
+    def _settle(self, request: Request, work: Work, outcome: Sampled | None, record: InFlight) -> Output | None:
         scores = self._new_scores(request, work, outcome)
         if not work.samples:
             over = request.params.max_tokens == 0 and work.start + work.num_rows == request.prompt_len
@@ -339,12 +356,13 @@ class Scheduler:
             return Output(request.request_id, prompt_logprobs=scores, finish_reason=reason)
         assert outcome is not None, f"no token for request {request.rid}"
         check_outcome(request, work, outcome)
-        request.awaits = None
+        if request.awaits is record:
+            request.awaits = None
         tokens, reason = extend(request, outcome.tokens, self.limits.max_model_len)
         self._count(work, outcome.accepted, len(tokens))
         if reason is not None:
             self._finish(request)
-        elif request.slot:
+        elif request.slot and request.awaits is None:
             request.planned += outcome.accepted
             request.accepted, request.drafts = outcome.accepted, outcome.drafts
             self.ready[request.rid] = request
@@ -378,12 +396,15 @@ class Scheduler:
         """Take pages, slot and its place among the running from it."""
         del self.running[request.rid]
         self.ready.pop(request.rid, None)
-        if request.awaits is not None:
-            request.awaits.members -= 1
+        self._await_nothing(request)
         self.pages.give_back(reversed(request.pages))
         self.slots.give_back((request.slot,))
         request.pages.clear()
         request.slot = 0
+
+    def _await_nothing(self, request: Request) -> None:
+        if request.awaits is not None:
+            request.awaits.members -= 1
 
     def _forget(self, request: Request) -> None:
         if request.slot:
@@ -430,7 +451,8 @@ class Scheduler:
         named = [w.rid for record in self.in_flight for w in record.plan.work]
         for r in (*running, *self.waiting):
             assert r.in_flight == named.count(r.rid)
-            assert r.planned <= r.known and r.told <= len(r.out)
+            drawn = sum(w.rid == r.rid and w.samples for record in self.in_flight for w in record.plan.work)
+            assert r.planned <= r.known + max(0, drawn - 1) and r.told <= len(r.out)
             assert not r.drafts or r.rid in self.ready, "drafts that follow no newest token"
             assert not r.accepted or (r.rid in self.ready and r.accepted == len(r.out) - r.told - 1)
         for r in self.waiting:

@@ -3,6 +3,10 @@
 A batch is padded to the next size by sequences on the dummy slot. Its inputs lie in memory that never moves, and come
 there in one transfer; captured or not, the same code runs on the same shapes, so tokens are the same either way.
 
+Where steps are planned ahead of their tokens, the device remembers the newest token of each slot: a step takes its
+tokens from there or from among its inputs, row by row, and puts what it draws there. So the next step can be launched
+before the host has seen a token of this one.
+
 Letters: B sequences of a size, T rows (B padded to the row multiple), P pages of the longest request, H width,
 V ids of this rank.
 """
@@ -21,8 +25,9 @@ import torch
 from rocm_serve.errors import UserError
 from rocm_serve.executor.graphs import Recorder
 from rocm_serve.executor.inputs import Request, RequestTable
+from rocm_serve.executor.launched import Fetch, Launched
 from rocm_serve.executor.memory import padded
-from rocm_serve.executor.sampler import Sampler
+from rocm_serve.executor.sampler import Sampler, SampleRow
 from rocm_serve.executor.upload import Array, Upload, offsets
 from rocm_serve.messages import Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
@@ -52,7 +57,8 @@ class _Size:
     size: int
     rows: int
     table_start: int  # where the page table lies among the bytes that arrive
-    token_ids_T: torch.Tensor
+    token_ids_T: torch.Tensor  # as the host knows them
+    sources_T: torch.Tensor  # where each row's token is, in words of the static inputs
     positions_T: torch.Tensor
     kv_index_B: torch.Tensor
     keys_B: torch.Tensor
@@ -60,6 +66,7 @@ class _Size:
     contexts_B: torch.Tensor
     slots_B: torch.Tensor
     temperature_B: torch.Tensor
+    newest_B: torch.Tensor  # slots once more, as that which is drawn is kept by
     live_1: torch.Tensor
     replay: Callable[[], Left] | None = None
 
@@ -86,8 +93,12 @@ class DecodeSteps:
         dtype: torch.dtype,
         device: torch.device,
         row_multiple: int,
+        slots_ahead: int = 0,
     ) -> None:
-        """`hidden_size`: of the rows that come from the stage before; None where this one embeds tokens."""
+        """`hidden_size`: of the rows that come from the stage before; None where this one embeds tokens.
+
+        `slots_ahead`: slots for which the newest token is kept on the device; 0: the host brings all tokens.
+        """
         assert list(sizes) == sorted(set(sizes)) and set(captured) <= set(sizes)
         self.replays = True
         self._model = model
@@ -98,11 +109,19 @@ class DecodeSteps:
         self._captured = tuple(captured)
         self._recorder = recorder
         self._upload = Upload(device)
+        self._fetch = Fetch(device)
         self._multiple = row_multiple
         largest = sizes[-1]
         self._pages_BP = torch.zeros((largest, max_pages), dtype=torch.int32, device=device)
         fixed = offsets([x.nbytes for x in _blank(largest, padded(largest, row_multiple))])[-1]
-        self._inputs = torch.zeros(fixed + self._pages_BP.nbytes, dtype=torch.uint8, device=device)
+        *_, newest, end = offsets([fixed, self._pages_BP.nbytes, 8 * (slots_ahead + 1)])
+        self._inputs = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._words = self._inputs.view(torch.int64)
+        self._first_newest = newest // 8
+        self.newest_S: torch.Tensor | None = None  # by slot
+        if slots_ahead:
+            assert sampler is not None and hidden_size is None, "one stage draws tokens and embeds them"
+            self.newest_S = self._words[newest // 8 : newest // 8 + slots_ahead + 1]
         self._hidden_TH = None
         if hidden_size is not None:
             rows = padded(largest, row_multiple)
@@ -118,6 +137,11 @@ class DecodeSteps:
 
     def step(self, plan: Plan, hidden_TH: torch.Tensor | None) -> torch.Tensor | StepResult:
         """Run it, after `table.apply(plan)`. Waits for the device once on the last stage, never on others."""
+        left = self.launch(plan, hidden_TH)
+        return left.result() if isinstance(left, Launched) else left
+
+    def launch(self, plan: Plan, hidden_TH: torch.Tensor | None) -> torch.Tensor | Launched:
+        """Begin it. Where a row's draw is not plain, `result` draws, from memory that the next step writes to."""
         works, requests = plan.work, self._table.of(plan.work)
         at = self._at[self._sizes[bisect_left(self._sizes, len(works))]]
         self._fill(at, works, requests)
@@ -127,7 +151,18 @@ class DecodeSteps:
         left = self._forward(at) if at.replay is None or not self.replays else at.replay()
         if self._sampler is None:
             return left.hidden_TH[: padded(len(works), self._multiple)].clone()
-        return StepResult(plan.seq, tuple(self._outcomes(self._sampler, left, works, requests)))
+        assert left.logits_TV is not None and left.drawn_B3 is not None
+        n = len(works)
+        if not all([request.sample.plain for request in requests]):  # noqa: C419 - twice as fast
+            rows = [request.next_sample(work.pending) for work, request in zip(works, requests, strict=True)]
+            return Launched(plan.seq, partial(_sampled, self._sampler, left.logits_TV[:n], works, rows))
+        fetched = self._fetch(left.drawn_B3[:n])
+
+        def tokens() -> list[Sampled]:
+            drawn = self._sampler.tokens_of(fetched.wait(), [work.start + 1 for work in works])
+            return [Sampled(work.rid, (token,)) for work, token in zip(works, drawn, strict=True)]
+
+        return Launched(plan.seq, tokens, fetched)
 
     @torch.inference_mode()
     def capture(self, moved: Callable[[int], None]) -> int:
@@ -165,13 +200,32 @@ class DecodeSteps:
         """Bring a step's inputs to their places; what is beyond its requests is padding."""
         n = len(works)
         arrays = _blank(at.size, at.rows)
-        tokens_T, positions_T, kv_index_B, keys_B, _, contexts_B, slots_B, temperature_B, live_1 = arrays
+        (
+            tokens_T,
+            sources_T,
+            positions_T,
+            kv_index_B,
+            keys_B,
+            _,
+            contexts_B,
+            slots_B,
+            temperature_B,
+            newest_B,
+            live_1,
+        ) = arrays
         pages_BP = np.zeros((at.size, 1), dtype=np.int32)
         live_1[0] = n
         if n:
-            tokens_T[:n] = [request.output[-1] for request in requests]
             contexts_B[:n] = [work.start for work in works]
             slots_B[:n] = [work.slot for work in works]
+            newest_B[:n] = slots_B[:n]
+            pending = [work.pending for work in works]
+            if any(pending):
+                sources_T[:n] = np.where(pending, self._first_newest + newest_B[:n], sources_T[:n])
+            if not all(pending):
+                tokens_T[:n] = [
+                    0 if work.pending else one.output[-1] for work, one in zip(works, requests, strict=True)
+                ]
             positions_T[:n] = contexts_B[:n]
             pages_NP = self._table.pages(works)
             pages_BP = np.zeros((at.size, pages_NP.shape[1]), dtype=np.int32)
@@ -200,34 +254,34 @@ class DecodeSteps:
             slots_B=at.slots_B,
             page_table_BP=self._pages_BP[: at.size],
         )
-        rows = at.token_ids_T, at.positions_T, at.kv_index_B
+        token_ids_T = at.token_ids_T if self.newest_S is None else self._words.index_select(0, at.sources_T)
+        rows = token_ids_T, at.positions_T, at.kv_index_B
         batch = ForwardBatch(*rows, sequences, self._cache, live_rows=at.live_1)
         hidden_TH = self._model.forward(batch, None if self._hidden_TH is None else self._hidden_TH[: at.rows])
         if self._sampler is None:
             return Left(hidden_TH)
         logits_TV = self._model.logits(hidden_TH)
-        return Left(hidden_TH, logits_TV, self._sampler.draw(logits_TV[: at.size], at.keys_B, at.temperature_B))
+        drawn_B3 = self._sampler.draw(logits_TV[: at.size], at.keys_B, at.temperature_B)
+        if self.newest_S is not None:
+            self.newest_S.scatter_(0, at.newest_B, drawn_B3[:, 2].long())
+        return Left(hidden_TH, logits_TV, drawn_B3)
 
-    def _outcomes(
-        self, sampler: Sampler, left: Left, works: Sequence[Work], requests: Sequence[Request]
-    ) -> list[Sampled]:
-        assert left.logits_TV is not None and left.drawn_B3 is not None
-        n = len(works)
-        if all([request.sample.plain for request in requests]):  # noqa: C419 - twice as fast
-            tokens = sampler.tokens_of(left.drawn_B3[:n], [work.start + 1 for work in works])
-            return [Sampled(work.rid, (token,)) for work, token in zip(works, tokens, strict=True)]
-        rows = [request.next_sample() for request in requests]
-        drawn = sampler.sample(left.logits_TV[:n], rows)
-        return [
-            Sampled(work.rid, (one.token,), () if one.logprob is None else (one.logprob,))
-            for work, one in zip(works, drawn, strict=True)
-        ]
+
+def _sampled(
+    sampler: Sampler, logits_NV: torch.Tensor, works: Sequence[Work], rows: Sequence[SampleRow]
+) -> list[Sampled]:
+    drawn = sampler.sample(logits_NV, rows)
+    return [
+        Sampled(work.rid, (one.token,), () if one.logprob is None else (one.logprob,))
+        for work, one in zip(works, drawn, strict=True)
+    ]
 
 
 def _blank(size: int, rows: int) -> list[Array]:
     """Return the inputs of a batch of padding, in the order of `_Size`."""
     return [
         np.zeros(rows, dtype=np.int64),
+        np.arange(rows, dtype=np.int64),
         np.zeros(rows, dtype=np.int64),
         np.full(size, -1, dtype=np.int64),
         np.zeros(size, dtype=np.int64),
@@ -235,5 +289,6 @@ def _blank(size: int, rows: int) -> list[Array]:
         np.zeros(size, dtype=np.int32),
         np.zeros(size, dtype=np.int32),
         np.zeros(size, dtype=np.float32),
+        np.zeros(size, dtype=np.int64),
         np.zeros(1, dtype=np.int32),
     ]

@@ -56,15 +56,15 @@ class Request:
         prompt_len = len(self.prompt)
         return [*self.prompt[start:stop], *self.output[max(start - prompt_len, 0) : max(stop - prompt_len, 0)]]
 
-    def next_sample(self) -> SampleRow:
-        """Return what the sampler has to know for the next token."""
-        self.sample.position = len(self.prompt) + len(self.output)
-        self.sample.num_generated = len(self.output)
+    def next_sample(self, pending: int = 0) -> SampleRow:
+        """Return what the sampler has to know for the next token, or the one `pending` tokens behind it."""
+        self.sample.num_generated = len(self.output) + pending
+        self.sample.position = len(self.prompt) + self.sample.num_generated
         return self.sample
 
-    def next_samples(self, drafts: Sequence[int]) -> list[SampleRow]:
+    def next_samples(self, drafts: Sequence[int], pending: int = 0) -> list[SampleRow]:
         """Return the same for the token after each of `drafts` as well, which count as output before it."""
-        first = self.next_sample()
+        first = self.next_sample(pending)
         if not drafts:
             return [first]
         rows = [SampleRow(first.params, first.position, first.num_generated, self.prompt, tuple(self.output))]
@@ -113,8 +113,11 @@ class RequestTable:
             end = work.start + work.num_rows
             assert work.num_rows > 0 and work.slot > 0, f"empty work or the dummy slot: {work}"
             assert end <= request.num_pages * page_size, f"{work} reaches beyond {request.num_pages} pages"
-            known = len(request.prompt) + len(request.output) + len(work.drafts)
+            known = len(request.prompt) + len(request.output) + len(work.drafts) + work.pending
             assert not work.samples or end == known, f"{work} samples before token {request.num_tokens}"
+            assert not work.pending or (work.samples and work.num_rows == 1), (
+                f"a token is pending, rows are known: {work}"
+            )
             assert not work.drafts or (work.samples and work.recurrent), f"drafts behind rows that sample none: {work}"
             if work.accepted:
                 assert 0 < work.accepted < len(work.tokens), f"accepted drafts are not among {work.tokens}"
@@ -164,6 +167,7 @@ class SampledRows(NamedTuple):
     rid: int
     first_row: int
     drafts: tuple[int, ...] = ()
+    pending: bool = False  # the row's own token is being drawn by the step before
 
     @property
     def rows(self) -> range:
@@ -186,10 +190,12 @@ def build_inputs(
     device: torch.device,
     multiple: int,
     upload: Upload | None = None,
+    newest_S: torch.Tensor | None = None,
 ) -> StepInputs:
     """Lay the rows of `plan` one after the other and pad them to a multiple of `multiple`.
 
     Call it once per plan, after `table.apply(plan)`: prompt rows are marked as scored. `upload`: the caller's own.
+    `newest_S`: int64 on the device, the token drawn last in each slot; pending works read it there.
     """
     upload = upload or Upload(device)
     works = plan.work
@@ -220,6 +226,13 @@ def build_inputs(
         *(np.array(values, dtype=np.int32) for values in (starts, contexts, slots)),
         pages_BP,
     )
+    pending = [start for work, start in zip(works, starts, strict=False) if work.pending]
+    if pending:
+        assert newest_S is not None
+        at_P, slots_P = upload(
+            np.array(pending), np.array([work.slot for work in works if work.pending], dtype=np.int64)
+        )
+        rows_on_device[0].index_copy_(0, at_P, newest_S.index_select(0, slots_P))
     sequences = Sequences(starts, contexts, slots, recurrent, *rows_on_device[3:])
     replay = None
     if cache.draft_tokens:
@@ -228,7 +241,7 @@ def build_inputs(
     batch = ForwardBatch(*rows_on_device[:3], sequences, cache, replay)
     sampled = tuple(
         [
-            SampledRows(work.rid, end - 1 - len(work.drafts), work.drafts)
+            SampledRows(work.rid, end - 1 - len(work.drafts), work.drafts, work.pending)
             for work, end in zip(works, starts[1:], strict=True)
             if work.samples
         ]
@@ -241,7 +254,9 @@ def _tokens(table: RequestTable, works: Sequence[Work]) -> list[int]:
     tokens: list[int] = []
     for work in works:
         request = table[work.rid]
-        if work.samples and work.recurrent and work.num_rows == 1:  # its newest token, as `apply` has checked
+        if work.pending:
+            tokens.append(0)
+        elif work.samples and work.recurrent and work.num_rows == 1:  # its newest token, as `apply` has checked
             tokens.append(request.output[-1])
         else:
             tokens += request.rows(work)

@@ -24,6 +24,7 @@ from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.experts import StageExperts, build_exchanges
 from rocm_serve.executor.inputs import RequestTable
+from rocm_serve.executor.launched import Fetch
 from rocm_serve.executor.probe_node import NodeProber, cache_folder, machine_key
 from rocm_serve.executor.runner import StageModel, StageRunner
 from rocm_serve.executor.sampler import Sampler
@@ -82,6 +83,11 @@ class LoadedStage:
             return "a CPU has no device graphs"
         return graphs.refusal(self.ops.report, self.comm, self.experts.wiring.exchanges.values())
 
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether steps may be planned before the tokens of those before them are known."""
+        return self.resolved.plan_ahead != "off"
+
     def runner(self, *, num_pages: int, num_slots: int) -> StageRunner:
         """Allocate the caches and put the parts together."""
         cache = allocate_stage_cache(
@@ -106,7 +112,8 @@ class LoadedStage:
         if sampler is not None and self.model.mtp is not None:
             drafter = DraftHead(self.model.mtp, sampler, table, cache, self.device, multiple)
         parts = (self.model, self.coord, cache, table, sampler, self.device, multiple)
-        return StageRunner(*parts, drafter, decode, upload)
+        newest_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device) if self.plans_ahead else None
+        return StageRunner(*parts, drafter, decode, upload, newest_S, Fetch(self.device))
 
     def decode_steps(
         self, cache: StageCache, table: RequestTable, sampler: Sampler | None, num_slots: int, recorder: graphs.Recorder
@@ -127,6 +134,7 @@ class LoadedStage:
             dtype=self.dtype,
             device=self.device,
             row_multiple=memory.row_multiple(resolved),
+            slots_ahead=num_slots if self.plans_ahead else 0,
         )
 
     def draft_steps(

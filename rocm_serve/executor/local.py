@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import zmq
 
@@ -10,6 +14,7 @@ from rocm_serve.errors import UserError
 from rocm_serve.executor.api import ExecutorFailed
 from rocm_serve.executor.expert_counts import ExpertCounter, counter_of
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
+from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.memory import effective_limits, with_graphs
 from rocm_serve.executor.runner import StageRunner, phase_of, warm_up_plans, watch_layers
@@ -19,9 +24,10 @@ from rocm_serve.parallel.mesh import Mesh
 
 
 class LocalExecutor:
-    """Runs plans in the calling thread: `submit` keeps the plan, `poll` does the work. `heartbeat` counts it."""
+    """Runs plans in the calling thread: `submit` keeps the plan, `poll` does the work. `heartbeat` counts it.
 
-    depth = 1
+    Where steps are planned ahead, `submit` gives them to the device, and `poll` waits for the oldest.
+    """
 
     def __init__(self, resolved: Resolved, heartbeat: Heartbeat | None = None) -> None:
         assert resolved.tp * resolved.pp == 1, "one process is one rank"
@@ -29,7 +35,9 @@ class LocalExecutor:
         self._heartbeat = heartbeat or Heartbeat()
         self._runner: StageRunner | None = None
         self._counter: ExpertCounter | None = None
+        self.depth = 1
         self._plan: Plan | None = None
+        self._launched: deque[tuple[Plan, Launched]] = deque()
         self._next_seq = 0
 
     def start(self) -> EffectiveLimits:
@@ -50,32 +58,39 @@ class LocalExecutor:
         for plan in warm_up_plans(resolved.page_size, resolved.max_model_len, resolved.draft_tokens):
             self._heartbeat.enter(Phase.WARMING_UP)
             self._run(plan, "warming up")
-        limits = with_graphs(limits, [stage.capture(self._runner, self._heartbeat.tick)])
+        limits = with_graphs(limits, [stage.capture(self._runner, self._heartbeat.tick)], resolved.plan_ahead)
+        self.depth = 2 if limits.plan_ahead else 1
         if self._counter is not None:
             self._counter.reset()
         self._heartbeat.enter(Phase.IDLE)
         return limits
 
     def submit(self, plan: Plan) -> None:
-        """Keep one plan for the next `poll`."""
-        assert self._plan is None, "one plan at a time"
+        """Keep one plan for the next `poll`, or begin it. Errors: ExecutorFailed, with the cause chained."""
+        assert self._plan is None and len(self._launched) < self.depth, "too many plans at a time"
         assert plan.seq == self._next_seq, f"plan {plan.seq} where {self._next_seq} is next"
         self._next_seq += 1
-        self._plan = plan
+        if self.depth == 1:
+            self._plan = plan
+            return
+        self._heartbeat.enter(phase_of(plan), plan.seq)
+        with _failing(f"step {plan.seq}"):
+            assert self._runner is not None, "not started"
+            left = self._runner.launch(plan, None)
+            assert isinstance(left, Launched)
+        self._launched.append((plan, left))
 
     def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> StepResult | None:
-        """Run the submitted plan and return its result; None at once when there is none.
+        """Run the submitted plan, or wait for the oldest, and return its result; None at once when there is none.
 
         Errors: ExecutorFailed, with the cause chained.
         """
-        plan, self._plan = self._plan, None
-        if plan is None:
-            return None
-        self._heartbeat.enter(phase_of(plan), plan.seq)
-        result = self._run(plan, f"step {plan.seq}")
-        if self._counter is not None:
-            self._counter.after_step()
-        self._heartbeat.enter(Phase.IDLE)
+        result = self._oldest() if self._launched else self._kept()
+        if result is not None:
+            if self._counter is not None:
+                self._counter.after_step()
+            if not self._launched:
+                self._heartbeat.enter(Phase.IDLE)
         return result
 
     def shutdown(self, *, failed: bool = False) -> None:
@@ -84,14 +99,34 @@ class LocalExecutor:
             self._counter.write()
         self._runner = self._counter = None
         self._plan = None
+        self._launched.clear()
+
+    def _kept(self) -> StepResult | None:
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return None
+        self._heartbeat.enter(phase_of(plan), plan.seq)
+        return self._run(plan, f"step {plan.seq}")
+
+    def _oldest(self) -> StepResult:
+        plan, left = self._launched.popleft()
+        self._heartbeat.enter(phase_of(plan), plan.seq)
+        with _failing(f"step {plan.seq}"):
+            return left.result()
 
     def _run(self, plan: Plan, phase: str) -> StepResult:
         assert self._runner is not None, "not started"
-        try:
+        with _failing(phase):
             result = self._runner.step(plan, None)
-        except UserError:
-            raise
-        except Exception as error:
-            raise ExecutorFailed(f"rank 0 failed during {phase}: {type(error).__name__}: {error}") from error
         assert isinstance(result, StepResult)
         return result
+
+
+@contextmanager
+def _failing(phase: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise ExecutorFailed(f"rank 0 failed during {phase}: {type(error).__name__}: {error}") from error

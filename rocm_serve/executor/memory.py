@@ -11,10 +11,11 @@ from math import prod
 import msgspec
 
 from rocm_serve.cache.layout import CACHE_ITEMSIZE, StageLayout, stage_layout
+from rocm_serve.config.ahead import in_effect
 from rocm_serve.config.graphs import batch_sizes, verified_sizes
 from rocm_serve.config.load import FIELDS, flag_name
 from rocm_serve.config.resolve import check_total_tokens
-from rocm_serve.config.schema import Resolved
+from rocm_serve.config.schema import PlanAheadName, Resolved
 from rocm_serve.errors import UserError
 from rocm_serve.executor import experts_memory
 from rocm_serve.messages import EffectiveLimits, WorkerLoaded, WorkerReady
@@ -268,15 +269,19 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
             "num_slots": slots_why,
             "draft_tokens": _why(resolved, "draft_tokens") if resolved.draft_tokens else "--speculative off",
             "graph_max_batch": _why(resolved, "graph_max_batch"),
+            "plan_ahead": _why(resolved, "plan_ahead"),
         },
     )
 
 
-def with_graphs(limits: EffectiveLimits, ready: Sequence[WorkerReady]) -> EffectiveLimits:
-    """Add what the ranks have captured: the least of all, with the words of the rank that has it."""
+def with_graphs(
+    limits: EffectiveLimits, ready: Sequence[WorkerReady], plan_ahead: PlanAheadName = "off"
+) -> EffectiveLimits:
+    """Add what the ranks have captured: the least of all, with the words of the rank that has it; and what follows."""
     least = min(ready, key=lambda one: one.graph_max_batch)
     reasons = limits.reasons | {"graph_max_batch": least.graphs}
-    return msgspec.structs.replace(limits, graph_max_batch=least.graph_max_batch, reasons=reasons)
+    ahead = in_effect(plan_ahead, least.graph_max_batch)
+    return msgspec.structs.replace(limits, graph_max_batch=least.graph_max_batch, plan_ahead=ahead, reasons=reasons)
 
 
 def _least(limits: Iterable[tuple[int, str]]) -> tuple[int, str]:

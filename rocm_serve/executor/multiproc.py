@@ -68,12 +68,14 @@ class MultiprocExecutor:
         self._link.publish(AllocateCache(num_pages=limits.num_pages, num_slots=limits.num_slots))
         ready = self._from_all(WorkerReady)
         self._phase = "serving"
-        return with_graphs(limits, ready)
+        limits = with_graphs(limits, ready, self._resolved.plan_ahead)
+        self.depth = 2 if limits.plan_ahead else self.depth
+        return limits
 
     def submit(self, plan: Plan) -> None:
         """Send one plan to every worker."""
         assert self._link is not None
-        assert len(self._in_flight) < self.depth, "more plans in flight than pipeline stages"
+        assert len(self._in_flight) < self.depth, "more plans in flight than there may be"
         assert plan.seq == self._next_seq, f"plan {plan.seq} where {self._next_seq} is next"
         self._link.publish(plan)
         self._heartbeat.enter(Phase.IDLE, plan.seq)

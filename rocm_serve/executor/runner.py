@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -16,8 +17,9 @@ from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.inputs import RequestTable, SampledRows, StepInputs, build_inputs
+from rocm_serve.executor.launched import Fetch, Launched
 from rocm_serve.executor.memory import padded
-from rocm_serve.executor.sampler import SampledToken, Sampler
+from rocm_serve.executor.sampler import SampledToken, Sampler, SampleRow
 from rocm_serve.executor.speculative import DraftHead, DraftModel, accepted_of
 from rocm_serve.executor.upload import Upload
 from rocm_serve.messages import NewRequest, Plan, Sampled, StepResult, Work
@@ -61,28 +63,65 @@ class StageRunner:
     # takes the steps that nothing but decode, at batch sizes of its own
     decode: DecodeSteps | DraftSteps | None = None
     upload: Upload | None = None  # None: one for each use
+    own_newest_S: torch.Tensor | None = None  # int64: token drawn last in each slot; None: no step is planned ahead
+    fetch: Fetch | None = None
+
+    @property
+    def newest_S(self) -> torch.Tensor | None:
+        """Where the newest tokens are, by slot: steps of fixed sizes have them among their own memory."""
+        return self.decode.newest_S if isinstance(self.decode, DecodeSteps) else self.own_newest_S
 
     def rows(self, plan: Plan) -> int:
         """Rows of the residual stream of this plan, padding included: what crosses each edge."""
         return padded(sum(work.num_rows for work in plan.work), self.row_multiple)
 
-    @torch.inference_mode()
     def step(self, plan: Plan, hidden_TH: torch.Tensor | None) -> torch.Tensor | StepResult:
-        """Run one plan. `hidden_TH` comes from the previous stage; the last stage returns the result.
+        """Run one plan. `hidden_TH` comes from the previous stage; the last stage returns the result."""
+        left = self.launch(plan, hidden_TH)
+        return left.result() if isinstance(left, Launched) else left
 
-        A plan without work only brings news of requests: it has no rows, and nothing crosses the edges.
+    @torch.inference_mode()
+    def launch(self, plan: Plan, hidden_TH: torch.Tensor | None) -> torch.Tensor | Launched:
+        """Begin one plan; the last stage returns what will have its result.
+
+        A plan without work only brings news of requests: it has no rows, and nothing crosses the edges. Behind a plan
+        whose draws are not all plain none is launched before that has its result.
         """
         clear_slots(self.cache, self.table.apply(plan))
         if not plan.work:
-            return StepResult(plan.seq, ()) if self.coord.last_stage else self._no_rows()
+            return Launched(plan.seq, tuple) if self.coord.last_stage else self._no_rows()
         assert (hidden_TH is None) == self.coord.first_stage
         if self.decode is not None and self.decode.takes(plan):
-            return self.decode.step(plan, hidden_TH)
-        inputs = build_inputs(self.table, plan, self.cache, self.device, self.row_multiple, self.upload)
+            if isinstance(self.decode, DecodeSteps):
+                return self.decode.launch(plan, hidden_TH)
+            left = self.decode.step(plan, hidden_TH)
+            return Launched(plan.seq, lambda: left.sampled) if isinstance(left, StepResult) else left
+        upload, newest_S = self.upload, self.newest_S
+        inputs = build_inputs(self.table, plan, self.cache, self.device, self.row_multiple, upload, newest_S)
         out_TH = self.model.forward(inputs.batch, hidden_TH)
         if not self.coord.last_stage:
             return out_TH
-        return StepResult(plan.seq, tuple(self._outcomes(plan, inputs, out_TH)))
+        if newest_S is not None and not any(request.params.hosted for request in self.table.of(plan.work)):
+            return self._drawn_ahead(plan, inputs, out_TH, newest_S)
+        return Launched(plan.seq, partial(self._outcomes, plan, inputs, out_TH))
+
+    def _drawn_ahead(self, plan: Plan, inputs: StepInputs, hidden_TH: torch.Tensor, newest_S: torch.Tensor) -> Launched:
+        """Draw without a word to the host, and keep the tokens where the next step reads them."""
+        assert self.sampler is not None and self.fetch is not None
+        sampler, works = self.sampler, [work for work in plan.work if work.samples]
+        if not works:
+            return Launched(plan.seq, tuple)
+        rows = self._draws(inputs)
+        found_R3 = sampler.draw_plain(self._logits_of(inputs, hidden_TH, len(rows)), rows)
+        (slots_R,) = (self.upload or Upload(self.device))(np.array([work.slot for work in works], dtype=np.int64))
+        newest_S.index_copy_(0, slots_R, found_R3[:, 2].long())
+        fetched = self.fetch(found_R3)
+
+        def tokens() -> list[Sampled]:
+            drawn = sampler.tokens_of(fetched.wait(), [work.start + work.num_rows for work in works])
+            return [Sampled(work.rid, (token,)) for work, token in zip(works, drawn, strict=True)]
+
+        return Launched(plan.seq, tokens, fetched)
 
     def _no_rows(self) -> torch.Tensor:
         return torch.empty((0, 0), device=self.device)
@@ -111,13 +150,20 @@ class StageRunner:
         assert self.sampler is not None
         if not inputs.sampled:
             return {}
-        rows = [row for one in inputs.sampled for row in self.table[one.rid].next_samples(one.drafts)]
-        if inputs.sampled[-1].rows.stop == len(rows):  # the first rows of the batch, as in every pure decode step
-            logits_RV = self.model.logits(hidden_TH[: padded(len(rows), self.row_multiple)])
+        rows = self._draws(inputs)
+        drawn = iter(self.sampler.sample(self._logits_of(inputs, hidden_TH, len(rows)), rows))
+        return {one.rid: [next(drawn) for _ in one.rows] for one in inputs.sampled}
+
+    def _draws(self, inputs: StepInputs) -> list[SampleRow]:
+        return [row for one in inputs.sampled for row in self.table[one.rid].next_samples(one.drafts, one.pending)]
+
+    def _logits_of(self, inputs: StepInputs, hidden_TH: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the logits of the `count` rows that draw."""
+        if inputs.sampled[-1].rows.stop == count:  # the first rows of the batch, as in every pure decode step
+            logits_RV = self.model.logits(hidden_TH[: padded(count, self.row_multiple)])
         else:
             logits_RV = self._logits(self._picked(hidden_TH, [row for one in inputs.sampled for row in one.rows]))
-        drawn = iter(self.sampler.sample(logits_RV[: len(rows)], rows))
-        return {one.rid: [next(drawn) for _ in one.rows] for one in inputs.sampled}
+        return logits_RV[:count]
 
     def _score_prompts(self, inputs: StepInputs, hidden_TH: torch.Tensor) -> dict[int, tuple[TokenLogprob, ...]]:
         assert self.sampler is not None

@@ -152,6 +152,12 @@ class Sampler:
         """
         return self._best(self._drawn(logits_RV, keys_R, temperature_R))
 
+    def draw_plain(self, logits_RV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+        """Return for rows without edits and filters what `draw` returns. Asks the device for nothing either."""
+        raw_RV = logits_RV[: len(rows)]
+        assert raw_RV.dtype == torch.float32 and raw_RV.shape[-1] == self._width, "float32 logits of this shard"
+        return self._best(self._packet(raw_RV, rows))
+
     def tokens_of(self, found_R3: torch.Tensor, positions: Sequence[int]) -> list[int]:
         """Wait for what `draw` has said and return the tokens, which get these positions in their sequences.
 

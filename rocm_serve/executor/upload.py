@@ -13,7 +13,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _ALIGN = 16
 _FIRST_BYTES = 1 << 16
-_BUFFERS = 4  # on their way at a time before the host waits for the oldest; a step sends two or three
+_BUFFERS = 12  # on their way at a time before the host waits for the oldest; a step sends two to five
 
 
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from rocm_serve.errors import UserError
 from rocm_serve.executor.edges import Arrival, Receiver, Sender
 from rocm_serve.executor.expert_counts import ExpertCounter, counter_of
 from rocm_serve.executor.heartbeat import Heartbeat, Phase, heartbeat_file
+from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.link import WorkerLink, channels
 from rocm_serve.executor.loading import LoadedStage, load_stage_model
 from rocm_serve.executor.runner import StageRunner, phase_of, warm_up_plans, watch_layers
@@ -32,7 +33,6 @@ from rocm_serve.messages import (
     AllocateCache,
     Plan,
     Shutdown,
-    StepResult,
     WorkerFailed,
     WorkerLoaded,
     WorkerReady,
@@ -62,9 +62,19 @@ def _leave(message: Shutdown) -> None:
         raise ToldToFail
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    plan: Plan
+    left: Launched
+    started_ns: int
+
+
 @dataclass(slots=True)
 class StageLoop:
-    """Feeds one rank's runner from the plan channel and its edges."""
+    """Feeds one rank's runner from the plan channel and its edges.
+
+    `ahead`: a plan that comes while another runs is begun before that one's result is there.
+    """
 
     runner: StageRunner
     receiver: Receiver | None
@@ -73,14 +83,18 @@ class StageLoop:
     trace: Callable[[StageTrace], None] | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     counter: ExpertCounter | None = None
+    ahead: bool = False
     step: int = -1  # plan that runs now, for the failure report
+    launched: deque[_Running] = field(default_factory=deque)
 
     def warm_up(self, plans: list[Plan], capture: Callable[[], WorkerReady]) -> WorkerReady:
         """Run `plans` through runner and edges and tell nobody; then capture what can be, and return the news."""
         for plan in plans:
             arrival = self._post(plan)
             self.heartbeat.enter(Phase.WARMING_UP if arrival is None else Phase.WAITING_FOR_ROWS)
-            self._run(plan, arrival)
+            left = self._begin(plan, None if arrival is None else arrival.wait())
+            if left is not None:
+                left.result()
         self.heartbeat.enter(Phase.WARMING_UP)
         ready = capture()
         if self.counter is not None:
@@ -91,45 +105,68 @@ class StageLoop:
         """Run plans until Shutdown. Returns with nothing on its way; raises ToldToFail when something has failed.
 
         Every plan that has come is given its receive before the oldest one runs, so that the previous stage never
-        waits for this one to look.
+        waits for this one to look. With a step on the device the loop turns until that is over or a plan comes.
         """
         waiting: deque[tuple[Plan, Arrival | None]] = deque()
         next_seq = 0
         while True:
-            if not waiting:
+            idle = not waiting and not self.launched
+            if idle:
                 self.heartbeat.enter(Phase.IDLE)
-            while (message := self.link.receive(wait=not waiting)) is not None:
+            while (message := self.link.receive(wait=idle)) is not None:
                 if isinstance(message, Shutdown):
                     return _leave(message)
                 assert isinstance(message, Plan), f"unexpected while serving: {message}"
                 assert message.seq == next_seq, f"plan {message.seq} came where {next_seq} is next: one is lost"
                 next_seq += 1
                 waiting.append((message, self._post(message)))
-            plan, arrival = waiting.popleft()
-            self.step = plan.seq
-            self.heartbeat.enter(Phase.IDLE if arrival is None else Phase.WAITING_FOR_ROWS, plan.seq)
-            result = self._run(plan, arrival)
-            if result is not None and self.runner.coord.tp_rank == 0:
-                self.link.send(result)
-            if self.counter is not None:
-                self.counter.after_step()
+                idle = False
+            if waiting and len(self.launched) <= self.ahead:
+                self._launch(*waiting.popleft())
+            full = len(self.launched) > self.ahead
+            if self.launched and (full or self.launched[0].left.ready):
+                self._report(self.launched.popleft())
+
+    def _launch(self, plan: Plan, arrival: Arrival | None) -> None:
+        self.step = plan.seq
+        self.heartbeat.enter(Phase.IDLE if arrival is None else Phase.WAITING_FOR_ROWS, plan.seq)
+        hidden_TH = None if arrival is None else arrival.wait()
+        started_ns = time.monotonic_ns()
+        left = self._begin(plan, hidden_TH)
+        if left is not None:
+            self.launched.append(_Running(plan, left, started_ns))
+        else:
+            self._over(plan, started_ns)
+
+    def _report(self, oldest: _Running) -> None:
+        """Wait for a step's tokens and send them."""
+        self.step = oldest.plan.seq
+        if self.launched:  # the next one has begun, but is not what is waited for
+            self.heartbeat.enter(phase_of(oldest.plan), oldest.plan.seq)
+        result = oldest.left.result()
+        if self.runner.coord.tp_rank == 0:
+            self.link.send(result)
+        self._over(oldest.plan, oldest.started_ns)
+
+    def _over(self, plan: Plan, started_ns: int) -> None:
+        if self.counter is not None:
+            self.counter.after_step()
+        if self.trace is not None:
+            self.trace(StageTrace(plan.seq, len(plan.work), started_ns, time.monotonic_ns()))
 
     def _post(self, plan: Plan) -> Arrival | None:
         return self.receiver.post(self.runner.rows(plan)) if self.receiver is not None and plan.work else None
 
-    def _run(self, plan: Plan, arrival: Arrival | None) -> StepResult | None:
-        hidden_TH = None if arrival is None else arrival.wait()
+    def _begin(self, plan: Plan, hidden_TH: torch.Tensor | None) -> Launched | None:
         if plan.seq == self.step:
             self.heartbeat.enter(phase_of(plan))
-        started_ns = time.monotonic_ns()
-        out = self.runner.step(plan, hidden_TH)
-        result = out if isinstance(out, StepResult) else None
-        if result is None and plan.work:
-            assert self.sender is not None and isinstance(out, torch.Tensor)
+        out = self.runner.launch(plan, hidden_TH)
+        if isinstance(out, Launched):
+            return out
+        if plan.work:
+            assert self.sender is not None
             self.sender.send(out)
-        if self.trace is not None and plan.seq == self.step:  # warm-up is not traced
-            self.trace(StageTrace(plan.seq, len(plan.work), started_ns, time.monotonic_ns()))
-        return result
+        return None
 
 
 class Worker:
@@ -175,7 +212,8 @@ class Worker:
         runner = stage.runner(num_pages=message.num_pages, num_slots=message.num_slots)
         counter = counter_of(resolved, coord, stage.facts, stage.model)
         edges = self._edges(groups, stage)
-        self._loop = StageLoop(runner, *edges, self.link, heartbeat=self.heartbeat, counter=counter)
+        ahead = resolved.plan_ahead != "off"
+        self._loop = StageLoop(runner, *edges, self.link, heartbeat=self.heartbeat, counter=counter, ahead=ahead)
         self._enter(Phase.WARMING_UP)
         plans = list(warm_up_plans(resolved.page_size, resolved.max_model_len, resolved.draft_tokens))
         self.link.send(self._loop.warm_up(plans, lambda: stage.capture(runner, self.heartbeat.tick)))

@@ -55,6 +55,7 @@ class Driver:
         self.log = Log()
         self.ended: set[str] = set()
         self.rids: dict[int, str] = {}
+        self.params: dict[int, SamplingParams] = {}
         self.forwards = self.tokens_of_forwards = 0
         self.drafted: Counter[int] = Counter()
         self.accepted: Counter[int] = Counter()
@@ -70,12 +71,17 @@ class Driver:
                     self.log.answers[f"r{number}"] = Answer()
             self._abort([f"r{n}" for n, job in enumerate(jobs) if job.aborted_at == tick and job.arrives <= tick])
             planned = self._schedule()
-            if self.results and (not planned or self._full or self.story.patience[tick % len(self.story.patience)]):
+            comes = tick % 3 == 0 if self._full else not planned
+            if self.results and (comes or self.story.patience[tick % len(self.story.patience)]):
                 self._commit()
             self.tick = tick = tick + 1
             assert tick < max_ticks, "no progress"
         self._leave_nothing()
         return self.log
+
+    @property
+    def _ahead(self) -> bool:
+        return self.story.limits.plan_ahead
 
     @property
     def _full(self) -> bool:
@@ -93,6 +99,7 @@ class Driver:
                 w.rid == request.rid and bool(w.drafts) for r in self.scheduler.in_flight for w in r.plan.work
             )
             census["abort with drafts kept"] += bool(request.drafts)
+            census["abort with a row planned ahead"] += request.in_flight > 1 and self._ahead
             census["abort of a victim in flight"] += request.slot == 0 and request.in_flight > 0
             self.ended.add(name)
         self.scheduler.abort(ids)
@@ -121,6 +128,7 @@ class Driver:
             self._abort(doomed)
             return False
         self._judge(plan)
+        self._judge_ahead(plan)
         full = preempted or self.scheduler.pages.num_free == 0
         self._judge_drafts(plan, {rid: drafts for rid, (_, drafts) in kept.items()}, drafting, full)
         self.log.plans.append(plan)
@@ -153,6 +161,23 @@ class Driver:
             self.log.census["output computed again in several rows"] += work.recurrent and work not in decodes
             self.log.census["resumed"] += work.start == 0 and bool(request.out)
 
+    def _judge_ahead(self, plan: Plan) -> None:
+        """A row may come before its token is known, behind one plan in flight that draws it and asks no host."""
+        before = [w for record in list(self.scheduler.in_flight)[:-1] for w in record.plan.work] if self._ahead else []
+        assert not any(self.params[w.rid].hosted for w in before), "planned behind a step of the host"
+        drawn = {w.rid: w for w in before if w.samples}
+        for work in plan.work:
+            request = self.scheduler._by_rid[work.rid]
+            self.params[work.rid] = request.params
+            assert work.pending == (work.rid in drawn), "a row of a token that nobody draws"
+            if work.pending:
+                was = drawn[work.rid]
+                assert work.recurrent and work.samples and work.num_rows == 1 and work.slot == was.slot
+                assert work.start == was.start + was.num_rows < request.longest, "a row that nobody can want"
+                self.log.census["planned ahead"] += 1
+                self.log.census["planned ahead of a prompt's token"] += not was.recurrent
+                self.log.census["planned ahead, with a new page"] += bool(work.new_pages)
+
     def _judge_drafts(self, plan: Plan, kept: dict[int, tuple[int, ...]], drafting: bool, full: bool) -> None:
         """Drafts are what was proposed last, as long as they can be wanted and pages hold them: fewer when `full`."""
         census, limits = self.log.census, self.story.limits
@@ -184,6 +209,7 @@ class Driver:
         census = self.log.census
         waiting = {r.request_id for r in self.scheduler.waiting}
         result, work = self.results.popleft(), {w.rid: w for w in self.scheduler.in_flight[0].plan.work}
+        ahead = {w.rid for record in list(self.scheduler.in_flight)[1:] for w in record.plan.work if w.pending}
         runs = {self.rids[s.rid]: (s, work[s.rid]) for s in result.sampled if s.tokens}
         outputs = self.scheduler.commit(result)
         self.scheduler.check()
@@ -192,6 +218,9 @@ class Driver:
         for output in outputs:
             census["token of a victim kept"] += output.request_id in waiting and bool(output.tokens)
             over = output.finish_reason is not None
+            if any(self.rids[rid] == output.request_id for rid in ahead):
+                census["end with a row planned ahead"] += over
+                assert not over or output.finish_reason is FinishReason.STOP, "a length is known before"
             census["victim ends before it resumes"] += output.request_id in waiting and over
             if output.tokens:
                 self._judge_run(output, *runs[output.request_id], output.request_id in waiting)

@@ -2,7 +2,8 @@
 
 The stand-in keeps a memory of its own, filled from plans alone: tokens in KV pages, a digest in each state slot. The
 next token is a digest of both. A page given to two requests, a stale slot, a prompt cut elsewhere, a prompt row taken
-step by step: each changes tokens, as it would change bits in the real network. Drafts come from a drafter that knows
+step by step: each changes tokens, as it would change bits in the real network. A row that is planned before its token
+is known reads what its slot has drawn last. Drafts come from a drafter that knows
 the answer, and says it or not; rows of drafts run beside the state, which takes them in when the next Work says so.
 """
 
@@ -33,6 +34,7 @@ def make_limits(
     num_pages: int = 64,
     num_slots: int | None = None,
     draft_tokens: int = 0,
+    plan_ahead: bool = False,
 ) -> EffectiveLimits:
     return EffectiveLimits(
         max_model_len=max_model_len,
@@ -42,6 +44,7 @@ def make_limits(
         num_pages=num_pages,
         num_slots=max_running_requests if num_slots is None else num_slots,
         draft_tokens=draft_tokens,
+        plan_ahead=plan_ahead,
     )
 
 
@@ -153,6 +156,7 @@ class FakeWorker:
         self.requests: dict[int, _Known] = {}
         self.cells: dict[tuple[int, int], int] = {}
         self.states: dict[int, int] = {}
+        self.newest: dict[int, int] = {}  # by slot: the token drawn last
         self.pending: dict[int, tuple[int, ...]] = {}  # by slot: drafts whose rows the state has not taken in
         self.next_seq = 0
 
@@ -188,6 +192,9 @@ class FakeWorker:
         assert work.start == known.cached, "rows out of order"
         end = work.start + work.num_rows - len(work.drafts)
         everything = [*known.prompt, *known.output]
+        if work.pending:
+            assert self.limits.plan_ahead and work.num_rows == 1 and work.start == len(everything), "nothing is drawn"
+            everything.append(self.newest[work.slot])
         assert work.start < end <= len(everything), "rows of tokens that nobody has sampled"
         rows = everything[work.start : end]
         self._write(known, work.start, rows)
@@ -242,6 +249,7 @@ class FakeWorker:
             logprobs = [score(self._read(known, end + n), tokens[n]) for n in range(accepted + 1)]
         proposed = self._propose(known, work, end + accepted, tokens[accepted], states[accepted])
         kept = tuple(tokens[: accepted + 1])
+        self.newest[work.slot] = kept[-1]
         return Sampled(work.rid, kept, tuple(logprobs), tuple(scores), accepted, proposed)
 
     def _sample(self, known: _Known, work: Work, end: int) -> tuple[list[int], list[int]]:

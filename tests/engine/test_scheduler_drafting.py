@@ -46,7 +46,7 @@ RARE_DRAFTS = (
 
 
 def with_drafts(story: Story, count: int, page_size: int, drafter: Drafter, drafting: tuple[bool, ...]) -> Story:
-    limits = msgspec.structs.replace(story.limits, draft_tokens=count, page_size=page_size)
+    limits = msgspec.structs.replace(story.limits, draft_tokens=count, page_size=page_size, plan_ahead=False)
     return replace(story, limits=limits, drafter=drafter, drafting=drafting)
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import zmq
 
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.api import ExecutorFailed
 from rocm_serve.executor.expert_counts import counter_of
+from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.loading import LoadedStage, load_stage_model
-from rocm_serve.executor.memory import effective_limits
+from rocm_serve.executor.memory import effective_limits, with_graphs
 from rocm_serve.executor.runner import StageRunner, warm_up_plans
-from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, Plan, StepResult, WorkerLoaded
+from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, Plan, StepResult, WorkerLoaded, WorkerReady
 from rocm_serve.parallel.comm import CountingComm, ThreadComm, run_ranks
 from rocm_serve.parallel.mesh import Mesh
+
+PATIENCE_S = 0.02  # for a plan that comes while a step runs
 
 
 class SimulatedExecutor:
@@ -79,7 +82,9 @@ class SimulatedExecutor:
             self._results.put(error)
 
     def _decide(self) -> None:
-        self._limits = effective_limits(self.resolved, [self._loaded[r] for r in sorted(self._loaded)])
+        limits = effective_limits(self.resolved, [self._loaded[r] for r in sorted(self._loaded)])
+        self._limits = with_graphs(limits, [WorkerReady(0)], self.resolved.plan_ahead)
+        self.depth = 2 if self._limits.plan_ahead else self.depth
 
     def _rank(self, comm: ThreadComm) -> None:
         stages = []
@@ -103,8 +108,7 @@ class SimulatedExecutor:
             counter.reset()
         if comm.rank == 0:
             self._results.put(StepResult(-1, ()))
-        while (plan_or_end := self._plans[comm.rank].get()) is not None:
-            result = self._step(runners, plan_or_end)
+        for result in self._results_of(runners, self._plans[comm.rank]):
             first = self._first_results.setdefault(result.seq, result)
             assert first == result, f"rank {comm.rank} came to another result: {result} is not {first}"
             if comm.rank == 0:
@@ -112,11 +116,30 @@ class SimulatedExecutor:
         for counter in filter(None, counters):
             counter.write()
 
+    def _results_of(self, runners: list[StageRunner], plans: queue.Queue[Plan | None]) -> Iterator[StepResult]:
+        """Run what comes. Where steps are planned ahead, a result is read when the next step has run, if one comes."""
+        running: deque[Launched] = deque()
+        while True:
+            try:
+                plan = plans.get(timeout=PATIENCE_S if running else None)
+            except queue.Empty:
+                yield running.popleft().result()
+                continue
+            if plan is None:
+                assert not running, "sent away with a step under way"
+                return
+            running.append(self._launch(runners, plan))
+            if len(running) == self.depth or self.mesh.pp > 1:
+                yield running.popleft().result()
+
     def _step(self, runners: list[StageRunner], plan: Plan) -> StepResult:
+        return self._launch(runners, plan).result()
+
+    def _launch(self, runners: list[StageRunner], plan: Plan) -> Launched:
         hidden = None
         for runner in runners:
-            out = runner.step(plan, hidden)
-            if isinstance(out, StepResult):
+            out = runner.launch(plan, hidden)
+            if isinstance(out, Launched):
                 return out
             hidden = out if plan.work else None
         raise AssertionError("the last stage gave no result")

@@ -141,7 +141,7 @@ def check(inputs: StepInputs, works: list[tuple[Truth, Work]]) -> None:
         assert batch.kv_index_N[first:last].tolist() == places
         assert sequences.page_table_BP[b, : len(truth.pages)].tolist() == truth.pages
         if work.samples:
-            sampled.append((truth.rid, last - 1, ()))
+            sampled.append((truth.rid, last - 1, (), False))
     assert inputs.sampled == tuple(sampled)
 
 

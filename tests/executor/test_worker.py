@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.link import CoreLink, channels
 from rocm_serve.executor.runner import warm_up_plans
 from rocm_serve.executor.worker import EXIT_FAILED, EXIT_USER_ERROR, StageLoop, ToldToFail, run_worker
@@ -52,9 +53,9 @@ class Scripted:
         self.events.append("arrived")
         return torch.zeros(1)
 
-    def step(self, plan: Plan, hidden: torch.Tensor | None) -> torch.Tensor | StepResult:
+    def launch(self, plan: Plan, hidden: torch.Tensor | None) -> torch.Tensor | Launched:
         self.events.append(f"step {plan.seq}")
-        return StepResult(plan.seq, ()) if self.coord.last_stage else torch.zeros(1)
+        return Launched(plan.seq, tuple) if self.coord.last_stage else torch.zeros(1)
 
 
 class Sending:
