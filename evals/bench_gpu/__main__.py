@@ -54,7 +54,13 @@ def parser() -> argparse.ArgumentParser:
         "--most", type=int, default=1 << 30, help="prefill: cut every size to this: a test of this program"
     )
     made.add_argument("--levels", nargs="+", choices=("ops", "step"), default=["step", "ops"], help="in this order")
-    made.add_argument("--modes", nargs="+", choices=("graphs", "eager"), default=["graphs", "eager"])
+    made.add_argument(
+        "--modes",
+        nargs="+",
+        choices=("graphs", "ahead", "eager"),
+        default=["graphs", "ahead", "eager"],
+        help="decode steps: captured; captured, and each planned before the tokens of the last are known; neither",
+    )
     made.add_argument("--only", nargs="+", help="ops level: names of cases, as experts attention gdn linear")
     made.add_argument(
         "--many", nargs="+", type=int, default=list(op_level.MANY_ROWS), help="rows of norms and the like"

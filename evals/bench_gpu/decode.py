@@ -82,7 +82,9 @@ def _steps_of_stage(
         if not run.reached(what):
             continue
         try:
-            how = {"captured": mode == "graphs", "steps": a.steps, "profile": a.profile}
+            ahead = mode == "ahead"
+            captured = mode == "graphs" or (ahead and loaded.graph_refusal is None)
+            how = {"captured": captured, "ahead": ahead, "steps": a.steps, "profile": a.profile}
             found = step_level.measure(loaded, runner, batch, context, (i + 1) << 16, **how)
         except Exception as error:  # whatever ends a point is written down, and the next one is tried
             run.failed(what, error)

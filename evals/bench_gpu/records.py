@@ -47,7 +47,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     shape: str
-    mode: str  # "graphs" or "eager"
+    mode: str  # "graphs", "ahead" or "eager"
     batch: int
     context: int
     wall_ms: float
@@ -182,23 +182,25 @@ def markdown(run: Run) -> list[str]:
 
 def _decode_table(steps: Sequence[StepRecord]) -> list[str]:
     lines = [
-        "| shape, ctx | B | step, ms | device alone | without graphs | floor | reached | uniform routing | reached"
-        " | experts a layer (uniform) | vLLM 0.26 | times faster |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| shape, ctx | B | step planned ahead, ms | one after the other | device alone | without graphs"
+        " | floor | reached | uniform routing | reached | experts a layer (uniform) | vLLM 0.26 | times faster |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     points: dict[tuple[str, int, int], dict[str, StepRecord]] = {}
     for one in steps:
         points.setdefault((one.shape, one.context, one.batch), {})[one.mode] = one
     for (shape, context, batch), modes in points.items():
-        one = modes.get("graphs") or modes["eager"]
+        one = modes.get("ahead") or modes.get("graphs") or modes["eager"]
         vllm = VLLM_MS.get(shape, {}).get((batch, context))
         device = "" if one.device_ms is None else f"{one.device_ms:.3f}"
-        eager = f"{modes['eager'].wall_ms:.3f}" if "eager" in modes else ""
-        graphs = f"{one.wall_ms:.3f}" if one.mode == "graphs" else ""
+        ahead, graphs, eager = (
+            f"{modes[mode].wall_ms:.3f}" if mode in modes else "" for mode in ("ahead", "graphs", "eager")
+        )
         beside = "| |" if vllm is None else f"{vllm:.2f} | {vllm / one.wall_ms:.2f} |"
         lines.append(
-            f"| {shape}, {context} | {batch} | {graphs} | {device} | {eager} | {one.floor_ms:.3f} | {one.ratio:.2f}"
-            f" | {one.uniform_floor_ms:.3f} | {one.uniform_ratio:.2f} | {one.distinct:.1f} ({one.uniform_distinct:.1f})"
+            f"| {shape}, {context} | {batch} | {ahead} | {graphs} | {device} | {eager}"
+            f" | {one.floor_ms:.3f} | {one.ratio:.2f} | {one.uniform_floor_ms:.3f} | {one.uniform_ratio:.2f}"
+            f" | {one.distinct:.1f} ({one.uniform_distinct:.1f})"
             f" | {beside}"
         )
     return lines

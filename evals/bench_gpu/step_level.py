@@ -1,9 +1,17 @@
-"""Whole decode steps as a server has them: plans into the stage's runner, tokens out. Letters: B requests."""
+"""Whole decode steps as a server has them: plans into the stage's runner, tokens out.
+
+One after the other, from a plan to its tokens, or each planned and launched while the one before it runs: then a step
+is the time from one result to the next. What a server's core does in that time, in a process of its own with several
+ranks, is no part of it.
+
+Letters: B requests, S slots.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -13,6 +21,7 @@ import torch
 
 from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.graphs import DeviceGraphs
+from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.loading import LoadedStage
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.layers.moe import SparseMoe
@@ -28,7 +37,8 @@ TIMED_STEPS = 40
 
 @dataclass(frozen=True, slots=True)
 class StepFinding:
-    """One point. Units: milliseconds. `wall`: a step from plan to tokens; `device`: the captured part alone."""
+    """One point. Units: milliseconds. `wall`: a step from plan to tokens, or ahead from result to result; `device`: the
+    captured part alone."""
 
     wall: float
     wall_low: float
@@ -77,13 +87,16 @@ class Decoding:
     def plan(self) -> Plan:
         """Make the plan of the next step."""
         tokens = self._random.integers(0, self._vocabulary, len(self._rids)).tolist()
+        return self._plan([(token,) for token in tokens])
+
+    def _plan(self, tokens: Sequence[tuple[int, ...]], *, pending: bool = False) -> Plan:
         at, self._seq = self.position, self._seq + 1
         self.position += 1
         return Plan(
             self._seq,
             tuple(
-                Work(rid, at, 1, True, True, slot, tokens=(token,))
-                for rid, slot, token in zip(self._rids, self._slots, tokens, strict=True)
+                Work(rid, at, 1, True, True, slot, tokens=told, pending=pending)
+                for rid, slot, told in zip(self._rids, self._slots, tokens, strict=True)
             ),
         )
 
@@ -96,6 +109,32 @@ class Decoding:
         assert isinstance(result, StepResult)
         self.drawn = [one.tokens[-1] for one in result.sampled]
         return taken
+
+    def steps_ahead(self, count: int) -> list[float]:
+        """Run steps, each launched before the one before it is read; return `count` times from result to result.
+
+        On the device, too, random tokens take the place of those drawn: one small kernel more a step.
+        """
+        newest_S = self.runner.newest_S
+        assert newest_S is not None
+        random_NS = self._random.integers(0, self._vocabulary, (count + 2, len(newest_S)))
+        tokens_NS = iter(torch.from_numpy(random_NS).to(newest_S.device))
+
+        def launch(plan: Plan) -> Launched:
+            left = self.runner.launch(plan, None)
+            assert isinstance(left, Launched)
+            newest_S.copy_(next(tokens_NS))
+            return left
+
+        running = deque([launch(self.plan())])
+        told: list[tuple[int, ...]] = [()] * len(self._rids)
+        times = []
+        for _ in range(count + 1):
+            running.append(launch(self._plan(told, pending=True)))
+            told = [one.tokens for one in running.popleft().result().sampled]
+            times.append(time.perf_counter())
+        self.drawn = [one.tokens[-1] for one in running.popleft().result().sampled]
+        return [after - before for before, after in zip(times, times[1:], strict=False)]
 
     def release(self) -> None:
         """Let the table forget these requests."""
@@ -154,13 +193,16 @@ class Stepper:
     graphs: Graphs | None
 
 
-def stepper(stage: LoadedStage, runner: StageRunner, batch: int, *, captured: bool) -> Stepper:
+def stepper(stage: LoadedStage, runner: StageRunner, batch: int, *, captured: bool, ahead: bool = False) -> Stepper:
     """Give a runner steps of this size alone: what other sizes would take to compile and record is no part of a point.
 
+    `ahead`: the device keeps the newest tokens.
     Errors: UserError where the device refuses to capture.
     """
+    slots = next(iter(runner.cache.ssm.values())).shape[0] - 1 if ahead else 0
     if stage.graph_refusal is not None:
-        return Stepper(runner, None)
+        newest_S = torch.zeros(slots + 1, dtype=torch.int64, device=stage.device) if ahead else None
+        return Stepper(replace(runner, own_newest_S=newest_S), None)
     recorder = Graphs(stage.resolved.max_model_len)
     steps = DecodeSteps(
         stage.model,
@@ -175,6 +217,7 @@ def stepper(stage: LoadedStage, runner: StageRunner, batch: int, *, captured: bo
         dtype=stage.dtype,
         device=stage.device,
         row_multiple=runner.row_multiple,
+        slots_ahead=slots,
     )
     if captured:
         steps.capture(lambda size: None)
@@ -219,18 +262,20 @@ def measure(
     first_rid: int,
     *,
     captured: bool,
+    ahead: bool = False,
     steps: int = TIMED_STEPS,
     profile: bool = False,
 ) -> StepFinding:
     """Measure one point. Errors: SamplingFailed when logits are not finite; UserError of a capture."""
     plain = stepper(stage, runner, batch, captured=False)
-    decoding = Decoding(plain.runner, stage.facts.vocab_size, batch, context, WARM_UP_STEPS + steps + 4, first_rid)
+    decoding = Decoding(plain.runner, stage.facts.vocab_size, batch, context, WARM_UP_STEPS + steps + 8, first_rid)
     distinct = distinct_experts(stage, decoding)
-    chosen = stepper(stage, runner, batch, captured=True) if captured else plain
+    chosen = stepper(stage, runner, batch, captured=captured, ahead=ahead) if captured or ahead else plain
     decoding.runner = chosen.runner
     for _ in range(WARM_UP_STEPS):
         decoding.step()
-    times = [decoding.step() * 1e3 for _ in range(steps)]
+    seconds = decoding.steps_ahead(steps) if ahead else [decoding.step() for _ in range(steps)]
+    times = [one * 1e3 for one in seconds]
     device, how = device_time(stage, chosen.graphs)
     kernels = kernels_of(chosen.graphs) if profile else {}
     decoding.release()

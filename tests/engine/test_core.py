@@ -77,10 +77,15 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("waited in vain")
 
 
-@pytest.mark.parametrize(("depth", "drafts"), [(1, 0), (2, 0), (2, 3)])
-def test_200_concurrent_requests_each_get_the_answer_of_their_alone_run(run_dir: str, depth: int, drafts: int) -> None:
-    limits = make_limits(num_pages=140, max_running_requests=48, chunked_prefill_size=256, draft_tokens=drafts)
+@pytest.mark.parametrize(("depth", "drafts", "ahead"), [(1, 0, False), (2, 0, False), (2, 3, False), (2, 0, True)])
+def test_200_concurrent_requests_each_get_the_answer_of_their_alone_run(
+    run_dir: str, depth: int, drafts: int, ahead: bool
+) -> None:
+    limits = make_limits(
+        num_pages=140, max_running_requests=48, chunked_prefill_size=256, draft_tokens=drafts, plan_ahead=ahead
+    )
     rng = random.Random()
+    hosted = 0.02 if ahead else 0.5  # share of those behind which nothing is planned
     requests = [
         AddRequest(
             f"r{number}",
@@ -88,8 +93,8 @@ def test_200_concurrent_requests_each_get_the_answer_of_their_alone_run(run_dir:
             SamplingParams(
                 max_tokens=rng.randint(0, 60),
                 eos_token_ids=rng.choice([(), (0,)]),
-                logprobs=rng.choice([None, 2]),
-                prompt_logprobs=rng.choice([None, 0]),
+                logprobs=2 if rng.random() < hosted else None,
+                prompt_logprobs=0 if rng.random() < hosted else None,
             ),
         )
         for number in range(200)

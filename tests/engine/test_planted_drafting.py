@@ -40,7 +40,7 @@ FAULTS = {
         ("        request.accepted, request.drafts = 0, ()\n", "        request.accepted = 0\n", "old drafts again"),
         ("        request.accepted, request.drafts = 0, ()\n", "        request.drafts = ()\n", "accepted told twice"),
         (
-            "        elif request.slot:\n            request.planned",
+            "        elif request.slot and request.awaits is None:\n            request.planned",
             "        else:\n            request.planned",
             "a victim drafts",
         ),

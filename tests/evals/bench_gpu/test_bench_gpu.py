@@ -39,20 +39,21 @@ def _bench() -> Bench:
 
 def test_steps_of_a_tiny_model_are_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, drawing = tmp_path / "run.json", tmp_path / "run.svg"
-    command = [*TINY, "--levels", "step", "--modes", "eager", "--json", str(file), "--plot", str(drawing)]
+    command = [*TINY, "--levels", "step", "--modes", "eager", "ahead", "--json", str(file), "--plot", str(drawing)]
     assert main(command) == 0
     run = msgspec.json.decode(file.read_bytes(), type=Run)
     assert not run.failures
     assert run.command.startswith("python -m evals.bench_gpu decode --cpu") and str(tmp_path) not in run.command
-    assert [(one.batch, one.context) for one in run.steps] == [(2, 40)]
-    step = run.steps[0]
+    assert [(one.mode, one.batch, one.context) for one in run.steps] == [("eager", 2, 40), ("ahead", 2, 40)]
+    step, ahead = run.steps
+    assert ahead.wall_ms > 0 and ahead.floor_ms > 0
     assert step.ratio == pytest.approx(step.floor_ms / step.wall_ms)
     assert step.floor_ms == pytest.approx(sum(step.parts_ms.values()))
     assert 2 <= step.distinct <= 4, "two rows choose two of eight experts each"
-    assert drawing.read_text().count("<polyline") == 1
+    assert drawing.read_text().count("<polyline") == 2
     capsys.readouterr()
     assert main(["table", "--json", str(file)]) == 0
-    assert f"| tiny, 40 | 2 |  |  | {step.wall_ms:.3f} |" in capsys.readouterr().out
+    assert f"| tiny, 40 | 2 | {ahead.wall_ms:.3f} |  |  | {step.wall_ms:.3f} |" in capsys.readouterr().out
     assert main(["plot", "--json", str(file)]) == 2
 
 
@@ -88,9 +89,10 @@ def test_captured_steps_touch_no_more_experts_and_draw_the_tokens_of_plain_ones(
             decoding.step()
             drawn[captured].append(decoding.drawn)
     assert drawn[True] == drawn[False]
-    found = step_level.measure(loaded, runner, 2, 40, 99, captured=True, steps=3)
-    assert found.wall > 0 and len(found.distinct) == 4
-    assert all(2 <= count <= 4 for count in found.distinct)
+    for ahead in (False, True):
+        found = step_level.measure(loaded, runner, 2, 40, 99 + ahead, captured=True, ahead=ahead, steps=3)
+        assert found.wall > 0 and len(found.distinct) == 4
+        assert all(2 <= count <= 4 for count in found.distinct)
 
 
 @pytest.mark.parametrize(
