@@ -127,15 +127,13 @@ class GatedDeltaNet(nn.Module):
         sequences, replay = batch.sequences, batch.replay
         if sequences.num_recurrent == sequences.num_sequences and replay is None:
             return self._step(u_TC, ba_TG, z_THV, sequences, batch.cache)
+        if replay is not None:
+            y_NHV = self._step_with_drafts(u_TC, ba_TG, z_THV, batch, replay)
+            if len(y_NHV) == len(u_TC):
+                return y_NHV
         y_THV = self._zeros(u_TC)
         if replay is not None:
-            z_TV = z_THV.flatten(1)
-            z_EV = z_TV.new_zeros(replay.num_rows, z_TV.shape[1])
-            z_EV[replay.own_N] = z_TV[: len(replay.own_N)]
-            u_EC, ba_EG = self._extended(u_TC, ba_TG, batch.cache, replay)
-            y_EHV = self._step(u_EC, ba_EG, z_EV.view(-1, *z_THV.shape[1:]), replay.sequences, batch.cache)
-            y_THV[: len(replay.own_N)] = y_EHV[replay.own_N]
-            self._keep_drafts(u_TC, ba_TG, batch.cache, replay)
+            y_THV[: len(y_NHV)] = y_NHV
         elif sequences.num_recurrent:
             y_THV = self._step(u_TC, ba_TG, z_THV, sequences.recurrent, batch.cache)
         prompt = sequences.prompt
@@ -144,6 +142,25 @@ class GatedDeltaNet(nn.Module):
             self._advance(u_TC, ba_TG, prompt, batch.cache, read_THV)
             y_THV[prompt.rows] = self.norm(read_THV[prompt.rows], z_THV[prompt.rows])
         return y_THV
+
+    def _step_with_drafts(
+        self, u_TC: torch.Tensor, ba_TG: torch.Tensor, z_THV: torch.Tensor, batch: ForwardBatch, replay: Replay
+    ) -> torch.Tensor:
+        """Return the rows past the prompt [N, H, V], once accepted drafts of the last step have run before them."""
+        x_EW = self.ops.gdn_extend(
+            u_TC,
+            ba_TG,
+            z_THV.flatten(1),
+            batch.cache.pending_u[self.cache_key],
+            batch.cache.pending_ba[self.cache_key],
+            batch.sequences.recurrent,
+            replay.sequences,
+            rows=replay.num_rows,
+        )
+        widths = self._channels, self.value_heads * self.value_dim, 2 * self.value_heads
+        u_EC, z_EV, ba_EG = x_EW.split(widths, dim=-1)
+        z_EHV = z_EV.unflatten(1, (self.value_heads, self.value_dim))
+        return self._step(u_EC, ba_EG, z_EHV, replay.sequences, batch.cache)[replay.own_N]
 
     def _step(
         self, u_TC: torch.Tensor, ba_TG: torch.Tensor, z_THV: torch.Tensor, sequences: Sequences, cache: StageCache

@@ -17,6 +17,7 @@ from rocm_serve.ops import (
     gated_rms_norm,
     gdn_chunk,
     gdn_decode,
+    gdn_extend,
     gdn_step,
     kv_write,
     linear,
@@ -56,6 +57,7 @@ _ALL = (
     causal_conv.OP,
     gdn_chunk.OP,
     gdn_decode.OP,
+    gdn_extend.OP,
     gdn_step.OP,
     sampling.OP,
     sampling.SUM_OP,
@@ -110,6 +112,7 @@ class BoundOps:
     causal_conv: OpFunction
     gdn_chunk: OpFunction
     gdn_decode: OpFunction
+    gdn_extend: OpFunction
     gdn_step: OpFunction
     draw_token: OpFunction
     log_sum_exp: OpFunction

@@ -16,6 +16,7 @@ from rocm_serve.ops.fp8 import FP8_DTYPES
 from rocm_serve.ops.fp8_linear.cases import fp8_linear_case
 from rocm_serve.ops.gated_rms_norm.cases import gated_norm_case
 from rocm_serve.ops.gdn_cases import gdn_case
+from rocm_serve.ops.gdn_extend.cases import extend_case
 from rocm_serve.ops.gdn_step.cases import step_case
 from rocm_serve.ops.inputs import in_fnuz
 from rocm_serve.ops.kv_write.cases import kv_case
@@ -259,6 +260,16 @@ def _gdns(facts: OpFacts, rows: tuple[int, ...], *, drafts: bool = False) -> Cas
         yield f"rows {rows}, {commits} committed, {heads}", partial(case, rows=rows, commits=commits)
 
 
+def _extensions(facts: OpFacts) -> Cases:
+    if facts.draft_tokens:
+        k, value = facts.draft_tokens, facts.value_heads * facts.value_dim
+        channels = 2 * facts.key_heads * facts.key_dim + value
+        sizes = {"channels": channels, "value": value, "gates": 2 * facts.value_heads, "most": k}
+        rows, accepted, drafts = (1, 1 + k, 1 + k), (k, 0, k), (0, k, k)
+        case = partial(extend_case, rows=rows, accepted=accepted, drafts=drafts, beyond=k, **sizes)
+        yield f"rows {rows} behind {accepted}, {drafts} of them drafts, x {channels}", case
+
+
 def _steps(facts: OpFacts) -> Cases:
     heads = f"{facts.key_heads} and {facts.value_heads} heads of {facts.key_dim} and {facts.value_dim}"
     case = partial(
@@ -316,6 +327,7 @@ _OF_OP: Mapping[str, Callable[[OpFacts], Cases]] = MappingProxyType(
         "causal_conv": _convs,
         "gdn_chunk": partial(_gdns, rows=(130, 7, 64)),
         "gdn_decode": partial(_gdns, rows=(1, 1, 4), drafts=True),
+        "gdn_extend": _extensions,
         "gdn_step": _steps,
         "draw_token": _draws,
         "log_sum_exp": _sums,

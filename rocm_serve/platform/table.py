@@ -45,6 +45,7 @@ PROVIDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "causal_conv": ("reference", "triton"),
         "gdn_chunk": ("reference", "aiter", "triton"),
         "gdn_decode": ("reference", "aiter", "triton"),
+        "gdn_extend": ("reference", "triton"),
         "gdn_step": ("reference", "triton"),
         "draw_token": ("reference", "triton"),
         "log_sum_exp": ("reference", "triton"),

@@ -13,6 +13,7 @@ CUT = {
     "qk_norm_rope_kv_write": ("qkv_TC",),
     "causal_conv": ("u_TC",),
     "gdn_decode": ("q_ThK", "k_ThK", "v_THV", "a_TH", "b_TH"),
+    "gdn_extend": ("u_TC", "ba_TG", "z_TV"),
     "gdn_step": ("u_TC", "a_TH", "b_TH", "z_THV"),
     "gdn_chunk": ("q_ThK", "k_ThK", "v_THV", "a_TH", "b_TH"),
 }

@@ -326,6 +326,26 @@ def log_sum_exp(logits_RV: Any) -> Outputs:
     return top, torch.exp(torch.logsumexp(x, -1) - top)
 
 
+def gdn_extend(
+    u_TC: Any, ba_TG: Any, z_TV: Any, pending_u: Any, pending_ba: Any, sequences: Any, extended: Any, *, rows: int
+) -> Outputs:
+    x = torch.zeros(rows, u_TC.shape[1] + z_TV.shape[1] + ba_TG.shape[1], dtype=torch.float64)
+    kept = pending_u.double(), pending_ba.double()
+    for b, slot in enumerate(extended.slots):
+        own = list(range(sequences.row_starts[b], sequences.row_starts[b + 1]))
+        pending = extended.row_starts[b + 1] - extended.row_starts[b] - len(own)
+        for i in range(pending):
+            gate = torch.zeros(z_TV.shape[1], dtype=torch.float64)
+            x[extended.row_starts[b] + i] = torch.cat((pending_u[slot, i].double(), gate, pending_ba[slot, i].double()))
+        for i, t in enumerate(own):
+            parts = u_TC[t].double(), z_TV[t].double(), ba_TG[t].double()
+            x[extended.row_starts[b] + pending + i] = torch.cat(parts)
+            draft = pending + i - extended.commits[b]
+            if draft >= 0:
+                kept[0][slot, draft], kept[1][slot, draft] = parts[0], parts[2]
+    return x, *kept
+
+
 ORACLES: Mapping[str, Callable[..., Outputs]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
@@ -346,6 +366,7 @@ ORACLES: Mapping[str, Callable[..., Outputs]] = {
     "causal_conv": causal_conv,
     "gdn_chunk": gated_delta_rule,
     "gdn_decode": gated_delta_rule,
+    "gdn_extend": gdn_extend,
     "gdn_step": gdn_step,
     "draw_token": draw_token,
     "log_sum_exp": log_sum_exp,

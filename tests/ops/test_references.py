@@ -43,6 +43,7 @@ SCALARS: dict[tuple[str, str], Any] = {
     ("attention_decode", "scale"): 0.2,
     ("attention_decode", "k_scale"): 1.0,
     ("attention_decode", "v_scale"): 1.0,
+    ("gdn_extend", "rows"): 99,
     ("gdn_step", "eps"): 1e-4,
     ("gdn_step", "activation"): "silu",
     ("draw_token", "first_id"): 5,
