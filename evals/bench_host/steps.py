@@ -41,7 +41,7 @@ class Silent(RuntimeError):
     """The core did not answer."""
 
 
-class _Driver:
+class Driver:
     """A client of the core that only counts: the server's own costs are measured by the other half."""
 
     def __init__(self, run_dir: str) -> None:
@@ -71,7 +71,7 @@ def measure_steps(model: str, running: int, steps: int) -> StepPoint:
     """Run `running` requests at once for `steps` tokens each and look at the steps that held all of them."""
     with run_directory() as keep:
         resolved, _ = prepare_bench(bench_config(model, running), keep.path)
-        driver = _Driver(resolved.run_dir)
+        driver = Driver(resolved.run_dir)
         trouble: list[str] = []
         supervisor = Supervisor(
             resolved, dict(os.environ), on_failure=trouble.append, echo=trouble.append, worker=WORKER
@@ -103,7 +103,7 @@ def measure_steps(model: str, running: int, steps: int) -> StepPoint:
     )
 
 
-def _decode_all(driver: _Driver, running: int, max_tokens: int) -> list[tuple[float, int]]:
+def _decode_all(driver: Driver, running: int, max_tokens: int) -> list[tuple[float, int]]:
     """Send the requests and return when each step's tokens came, and how many."""
     prompt = tuple(range(100, 100 + PROMPT_TOKENS))
     for number in range(running):
