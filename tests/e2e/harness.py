@@ -156,6 +156,20 @@ class Server:
             self._give_up(f"SIGTERM: exit code {code}, processes left: {left}")
         LIVE.remove(self)
 
+    def ends_itself(self, within_s: float) -> int:
+        """Wait until it has ended without being asked to, and return its exit code. Errors: ServerFailed."""
+        assert self._process is not None
+        self.processes()
+        try:
+            code = self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self._give_up(f"the server did not end by itself within {within_s:.0f} s")
+        _, left = psutil.wait_procs(self._family, timeout=5)
+        if left:
+            self._give_up(f"it ended with code {code}, processes left: {left}")
+        LIVE.remove(self)
+        return code
+
     def _give_up(self, sentence: str) -> None:
         """End what is left and raise."""
         self.processes()
@@ -172,6 +186,8 @@ class Server:
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.over:
+            return
         try:
             self.stop()
         except ServerFailed:

@@ -1,6 +1,7 @@
 """The trained tiny checkpoint on two GPUs of one host, in every way that they can be shared: a crowd with aborts.
 
-Edges are poisoned (poisoned_worker.py). Answers are near one CPU rank's; times of first requests are printed only.
+Edges are poisoned (poisoned_worker.py). Answers are near one CPU rank's, and the same with device graphs and without;
+times of first requests are printed only (evals/bench_gpu/pair.py sets them beside a step).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ CELLS = {
     "pp2-mtp": ("--pp", "2", "--speculative", "mtp"),
     "tp2-mtp": ("--tp", "2", "--speculative", "mtp"),
 }
+CAPTURED = ("tp2", "pp2", "ep2-all_gather", "pp2-mtp")
 Body = dict[str, Any]
 
 
@@ -114,3 +116,32 @@ def test_a_crowd_with_aborts_is_answered_and_leaves_nothing(
             assert metrics[f"rocm_serve_{gauge}"] == 0, gauge
         for got, want in zip(scores(server), expected, strict=True):
             assert got == pytest.approx(want, abs=NEAR)
+
+
+def alone(server: Server) -> list[Any]:
+    """Return choices of requests that come one after the other: greedy and drawn, by plain rows and by others."""
+    found = []
+    for i, body in enumerate(bodies()[:24]):
+        asked = body | {"logprobs": 3 if i % 2 else None, "return_tokens_as_token_ids": True}
+        found.append(server.complete(**asked)["choices"][0])
+    return found
+
+
+@pytest.mark.parametrize("cell", CAPTURED)
+def test_steps_replayed_as_graphs_give_the_tokens_of_steps_without(cell: str, tmp_path: Path) -> None:
+    flags = (*EXACT, *CELLS[cell], "--mem-fraction", "0.1")
+    with Server(MODEL, tmp_path / "graphs", flags) as server:
+        assert "captured in" in server.log, "no step was captured"
+        replayed = alone(server)
+    with Server(MODEL, tmp_path / "eager", (*flags, "--enforce-eager")) as server:
+        assert "captured in" not in server.log
+        plain = alone(server)
+    furthest = 0.0
+    for i, (one, other) in enumerate(zip(replayed, plain, strict=True)):
+        assert one["text"] == other["text"], f"request {i}"
+        if i % 2:
+            assert one["logprobs"]["tokens"] == other["logprobs"]["tokens"], f"request {i}"
+            pairs = zip(one["logprobs"]["token_logprobs"], other["logprobs"]["token_logprobs"], strict=True)
+            furthest = max([furthest, *(abs(a - b) for a, b in pairs)])
+    print(f"{cell}: log-probs with graphs and without differ by {furthest:.1e} at most")
+    assert furthest <= NEAR

@@ -68,7 +68,7 @@ def test_a_rank_that_dies_or_stands_still_on_a_gpu_ends_both_nodes(
 
         thread = threading.Thread(target=ask)
         thread.start()
-        time.sleep(1)
+        nodes.until(lambda: (seen := nodes.progress(name)) is not None and seen.step >= 100, 60, "no decode")
         nodes.signal(name, how)
         found_s = nodes.until(lambda: nodes.health() == 503, DEADLINE_S + 15, "/health still well")
         thread.join(30)
