@@ -57,14 +57,15 @@ def attention_prefill(bench: Bench, rows: int, context: int = 0, count: int = 1,
     if not bench.small and kv == "bf16" and not context:
         pages = [x.view(sets, count, each * PAGE, d.kv_heads, d.head_dim)[:, :, :rows].transpose(2, 3) for x in (k, v)]
 
-        def flash(i: int) -> torch.Tensor:
+        def plain(i: int, backend: SDPBackend) -> torch.Tensor:
             queries = q[i].view(count, rows, d.heads, d.head_dim).transpose(1, 2)
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(
                     queries, pages[0][i], pages[1][i], is_causal=True, enable_gqa=True
                 )
 
-        peers["torch flash, keys in one piece"] = [lambda i=i: flash(i) for i in range(sets)]
+        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+            peers[f"torch {name}, keys in one piece"] = [lambda i=i, b=backend: plain(i, b) for i in range(sets)]
     calls = [lambda i=i: call(i) for i in range(sets)]
     return Case("attention_prefill", _named(rows, context, count, kv), cost, calls, check, peers=peers)
 
