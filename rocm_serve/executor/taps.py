@@ -22,13 +22,14 @@ from torch import nn
 
 from rocm_serve.config.schema import Resolved
 from rocm_serve.diagnostics.parity.tap_files import BEFORE_LAYERS, Band, Header, Site, TapWish, step_file, wish_file
+from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.loading import LoadedStage, load_stage_model
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.executor.worker import main
 from rocm_serve.layers.attention import GatedAttention
 from rocm_serve.layers.gated_delta_net import GatedDeltaNet
 from rocm_serve.layers.moe import SparseMoe
-from rocm_serve.messages import Plan, StepResult
+from rocm_serve.messages import Plan
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, stage_params
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import BoundOps, op_names
@@ -316,13 +317,17 @@ class TappedExchange:
 
 @dataclass(frozen=True, slots=True)
 class TappedRunner(StageRunner):
-    """Runs plans, each inside a recorded step."""
+    """Runs plans, each to its end inside a recorded step."""
 
     taps: Taps = field(kw_only=True)
 
-    def step(self, plan: Plan, hidden_TH: torch.Tensor | None) -> torch.Tensor | StepResult:
+    def launch(self, plan: Plan, hidden_TH: torch.Tensor | None) -> torch.Tensor | Launched:
         with self.taps.step(plan):
-            return StageRunner.step(self, plan, hidden_TH)
+            left = StageRunner.launch(self, plan, hidden_TH)
+            if not isinstance(left, Launched):
+                return left
+            sampled = left.result().sampled
+        return Launched(plan.seq, lambda: sampled)
 
 
 @dataclass(frozen=True, slots=True)
