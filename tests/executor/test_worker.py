@@ -13,7 +13,7 @@ from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.link import CoreLink, channels
 from rocm_serve.executor.runner import warm_up_plans
 from rocm_serve.executor.worker import EXIT_FAILED, EXIT_USER_ERROR, StageLoop, ToldToFail, run_worker
-from rocm_serve.messages import FromWorker, Plan, Shutdown, StepResult, ToWorker, Work, WorkerFailed
+from rocm_serve.messages import FromWorker, Plan, Sampled, Shutdown, StepResult, ToWorker, Work, WorkerFailed
 from rocm_serve.parallel.mesh import Mesh
 from tests.executor.wishes import resolved
 
@@ -139,3 +139,82 @@ def test_warming_up_stays_within_one_request_of_full_length(page_size: int, leng
     assert sum(num for _, num, _ in rows) <= length
     assert rows[0][0] == 0 and (length == min(4, length) or any(recurrent for _, _, recurrent in rows))
     assert plans[-1].released and not plans[-1].work
+
+
+class OnDevice(Scripted):
+    """A runner whose steps are over when the script says so: a number of looks after they began."""
+
+    def __init__(self, messages: list[ToWorker | None], looks: int) -> None:
+        super().__init__(messages, rank=0, stages=1)
+        self.looks = looks
+
+    def receive(self, *, wait: bool) -> ToWorker | None:
+        """The last message comes when nothing is left to do."""
+        return super().receive(wait=wait) if wait or len(self.messages) > 1 else None
+
+    def launch(self, plan: Plan, hidden: torch.Tensor | None) -> torch.Tensor | Launched:
+        self.events.append(f"step {plan.seq}")
+        return Running(plan.seq, self.events, self.looks)
+
+    def send(self, message: FromWorker) -> None:
+        super().send(message)
+        assert isinstance(message, StepResult)
+        self.events.append(f"result {message.seq}")
+
+
+class Running(Launched):
+    def __init__(self, seq: int, events: list[str], looks: int) -> None:
+        super().__init__(seq, self.read)
+        self.events, self.looks = events, looks
+
+    @property
+    def ready(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def read(self) -> tuple[Sampled, ...]:
+        self.events.append(f"wait {self.seq}")
+        return ()
+
+
+def ahead(messages: list[ToWorker | None], looks: int) -> OnDevice:
+    script = OnDevice(messages, looks)
+    loop = script.loop()
+    loop.ahead = True
+    loop.serve()
+    return script
+
+
+def test_a_plan_that_comes_while_a_step_runs_begins_before_that_is_read() -> None:
+    script = ahead([plan(0, 1), None, plan(1, 1), None, plan(2, 1), None, Shutdown()], looks=9)
+    assert script.events == [
+        *("step 0", "step 1", "wait 0", "result 0", "step 2", "wait 1", "result 1"),
+        *("wait 2", "result 2"),
+    ]
+
+
+def test_no_third_step_begins_before_the_first_is_read() -> None:
+    script = ahead([plan(0, 1), plan(1, 1), plan(2, 1), None, Shutdown()], looks=2)
+    assert script.events.index("result 0") < script.events.index("step 2")
+    assert [message.seq for message in script.sent if isinstance(message, StepResult)] == [0, 1, 2]
+
+
+def test_without_another_plan_a_result_leaves_as_soon_as_it_is_there() -> None:
+    script = ahead([plan(0, 1), None, Shutdown()], looks=2)
+    assert script.events == ["step 0", "wait 0", "result 0"]
+
+
+def test_a_step_that_fails_when_it_is_read_is_the_one_that_is_named() -> None:
+    class Failing(Running):
+        def read(self) -> tuple[Sampled, ...]:
+            raise RuntimeError("not finite")
+
+    class Script(OnDevice):
+        def launch(self, plan: Plan, hidden: torch.Tensor | None) -> torch.Tensor | Launched:
+            return (Failing if plan.seq == 0 else Running)(plan.seq, self.events, 9)
+
+    loop = Script([plan(0, 1), None, plan(1, 1), None, Shutdown()], looks=9).loop()
+    loop.ahead = True
+    with pytest.raises(RuntimeError, match="not finite"):
+        loop.serve()
+    assert loop.step == 0 and loop.heartbeat.progress.step == 0
