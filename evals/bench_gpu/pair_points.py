@@ -131,8 +131,9 @@ def _found(
     )
     run.run.points.append(record)
     if len(stamps) > 1:
-        middle = seqs[len(seqs) // 2 :][:_DRAWN_PLANS]
-        run.run.timelines.append(Timeline(name, part, batch, pair_steps.bars(stamps, middle)))
+        middle = seqs[max(0, len(seqs) - _DRAWN_PLANS) // 2 :][:_DRAWN_PLANS]
+        if len(middle) > pair_floor.RANKS:  # fewer only fill and empty the stages
+            run.run.timelines.append(Timeline(name, part, batch, pair_steps.bars(stamps, middle)))
     run.say(pair_line(record))
 
 

@@ -58,7 +58,16 @@ def at_work(stamps: Stamps, seqs: range) -> dict[int, float]:
 
 
 def bars(stamps: Stamps, seqs: range) -> list[tuple[int, int, float, float]]:
-    """Return (rank, seq, start, end) of these steps, in microseconds from the first one's start."""
-    chosen = [(rank, step) for rank, steps in stamps.items() for step in steps if step.seq in seqs]
-    zero = min(step.started_ns for _, step in chosen)
-    return [(rank, s.seq, (s.started_ns - zero) / 1e3, (s.ended_ns - zero) / 1e3) for rank, s in chosen]
+    """Return (rank, seq, start, end) of these steps, in microseconds, cut to the time in which every rank had its turn.
+
+    Zero is where the last rank begins its first of them; what lies behind some rank's last is left out.
+    """
+    chosen = {rank: [step for step in steps if step.seq in seqs] for rank, steps in stamps.items()}
+    began = max(steps[0].started_ns for steps in chosen.values())
+    over = min(steps[-1].ended_ns for steps in chosen.values())
+    return [
+        (rank, step.seq, (max(step.started_ns, began) - began) / 1e3, (min(step.ended_ns, over) - began) / 1e3)
+        for rank, steps in chosen.items()
+        for step in steps
+        if step.ended_ns > began and step.started_ns < over
+    ]

@@ -101,7 +101,7 @@ def seconds_of_requests(server: Server, count: int) -> list[float]:
 def test_a_crowd_with_aborts_is_answered_and_leaves_nothing(
     cell: str, expected: list[list[float]], tmp_path: Path
 ) -> None:
-    flags = (*EXACT, *CELLS[cell], "--mem-fraction", "0.1")
+    flags = (*EXACT, *CELLS[cell], "--mem-fraction", "0.8")
     with Server(MODEL, tmp_path, flags, program=POISONED) as server:
         took = seconds_of_requests(server, 10)
         print(f"{cell}: ms of the first ten requests: {', '.join(f'{1e3 * one:.1f}' for one in took)}")
@@ -129,7 +129,7 @@ def alone(server: Server) -> list[Any]:
 
 @pytest.mark.parametrize("cell", CAPTURED)
 def test_steps_replayed_as_graphs_give_the_tokens_of_steps_without(cell: str, tmp_path: Path) -> None:
-    flags = (*EXACT, *CELLS[cell], "--mem-fraction", "0.1")
+    flags = (*EXACT, *CELLS[cell], "--mem-fraction", "0.8")
     with Server(MODEL, tmp_path / "graphs", flags) as server:
         assert "captured in" in server.log, "no step was captured"
         replayed = alone(server)

@@ -25,7 +25,7 @@ pytestmark = [
 
 MODEL = ROOT / "evals" / "tiny" / "checkpoint"
 DEADLINE_S = 8
-FLAGS = ("--max-model-len", "4096", "--mem-fraction", "0.1", "--watchdog-timeout", str(DEADLINE_S))
+FLAGS = ("--max-model-len", "4096", "--mem-fraction", "0.8", "--watchdog-timeout", str(DEADLINE_S))
 REQUESTS = 4
 LAYOUTS = {"tp2": ("--tp", "2"), "pp2": ("--pp", "2")}
 
