@@ -17,6 +17,7 @@ from rocm_serve.ops.attention_cases import attention_case
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.contract import Arguments
 from rocm_serve.ops.gdn_cases import committing, gdn_case
+from rocm_serve.ops.gdn_extend.cases import extend_case
 from rocm_serve.ops.gdn_step.cases import step_case
 from rocm_serve.ops.inputs import normal, sequences_of
 from rocm_serve.ops.qk_norm_rope_kv_write.cases import qkv_case
@@ -76,6 +77,10 @@ def _conv(
 
 def _rule(g: torch.Generator, arch: Arch, **sizes: int | tuple[int, ...]) -> Arguments:
     return gdn_case(g, _BF16, **sizes)  # type: ignore[arg-type]
+
+
+def _extend(g: torch.Generator, arch: Arch, **sizes: int | tuple[int, ...]) -> Arguments:
+    return extend_case(g, _BF16, **sizes)  # type: ignore[arg-type]
 
 
 def _step(g: torch.Generator, arch: Arch, **sizes: int | tuple[int, ...]) -> Arguments:
@@ -210,6 +215,19 @@ TRIALS: tuple[Trial, ...] = (
         compile_only=True,
     ),
     _trial("gdn_chunk", "2.4T heads at tp 8", partial(_rule, rows=(3,), **_HEADS), _SCAN, compile_only=True),
+    _trial(
+        "gdn_extend",
+        "all kinds of rows",
+        partial(_extend, rows=(1, 3, 2, 4), accepted=(3, 0, 2, 1), drafts=(0, 2, 1, 3), beyond=5, gates=8),
+        "gdn_extend_kernel",
+    ),
+    _trial(
+        "gdn_extend",
+        "2.4T heads at tp 8",
+        partial(_extend, rows=(4,), accepted=(3,), drafts=(3,), channels=2560, value=2048, gates=32, most=3),
+        "gdn_extend_kernel",
+        compile_only=True,
+    ),
     _trial("gdn_step", "heads of 128", partial(_step, rows=(1, 1), heads=2, key_heads=1, key=128, value=128), _STEP),
     _trial(
         "gdn_step",

@@ -75,66 +75,72 @@ def filled(
     to: Fields[Array], works: Sequence[Work], requests: Sequence[Request], pages_BP: Array, page_size: int
 ) -> None:
     """Write a plan's requests to the inputs of a step without any. `pages_BP`: of the works."""
-    live, ahead = len(works), to.draft_keys_BX.shape[1] // 2
-    counts_B = np.array([work.num_rows for work in works])
-    starts_B1 = np.concatenate(([0], counts_B.cumsum()))
-    n = starts_B1[-1]
-    contexts_B = np.array([work.start for work in works])
-    sequence_N = np.repeat(np.arange(live), counts_B)
-    place_N = np.arange(n) - starts_B1[:-1][sequence_N]
-    positions_N = contexts_B[sequence_N] + place_N
-    page_N, offset_N = np.divmod(positions_N, page_size)
-    both = zip(works, requests, strict=True)
-    to.token_ids_T[:n] = [token for work, request in both for token in (request.output[-1], *work.drafts)]
-    to.positions_T[:n] = positions_N
-    to.kv_index_N[:n] = pages_BP[sequence_N, page_N].astype(np.int64) * page_size + offset_N
-    to.row_starts_B1[: live + 1] = starts_B1
-    if ahead:
-        to.row_starts_B1[live + 1 :] = n
-    to.contexts_B[:live] = contexts_B
+    live, drafting = len(works), to.draft_keys_BX.shape[1] > 0
+    tokens: list[int] = []
+    positions: list[int] = []
+    sequence: list[int] = []
+    starts = [0]
+    for b, (work, request) in enumerate(zip(works, requests, strict=True)):
+        tokens.append(request.output[-1])
+        tokens += work.drafts
+        positions += range(work.start, work.start + work.num_rows)
+        sequence += (b,) * work.num_rows
+        starts.append(len(tokens))
+    n = starts[-1]
+    to.token_ids_T[:n], to.positions_T[:n] = tokens, positions
+    positions_N = to.positions_T[:n]
+    to.kv_index_N[:n] = pages_BP[sequence, positions_N // page_size]
+    to.kv_index_N[:n] *= page_size
+    to.kv_index_N[:n] += positions_N % page_size
+    to.contexts_B[:live] = [work.start for work in works]
     to.slots_B[:live] = [work.slot for work in works]
-    to.proposals_B[:live] = [work.proposals for work in works]
     to.live_rows_1[0], to.live_sequences_1[0] = n, live
-    _draws(to, requests, positions_N, sequence_N, contexts_B)
-    if ahead:
-        _replays(to, np.array([work.accepted for work in works]), counts_B, sequence_N, place_N)
+    if any([request.params.temperature for request in requests]):  # noqa: C419 - twice as fast
+        _draws(to, requests, positions_N, sequence)
+    if drafting:
+        to.row_starts_B1[: live + 1] = starts
+        to.row_starts_B1[live + 1 :] = n
+        to.proposals_B[:live] = [work.proposals for work in works]
+        _replays(to, works, starts)
 
 
-def _draws(
-    to: Fields[Array], requests: Sequence[Request], positions_N: Array, sequence_N: Array, contexts_B: Array
-) -> None:
-    """Write temperatures, and the keys where something is drawn."""
+def _draws(to: Fields[Array], requests: Sequence[Request], positions_N: Array, sequence: Sequence[int]) -> None:
+    live, n = len(requests), len(sequence)
     temperature_B = np.array([request.params.temperature for request in requests], dtype=np.float32)
-    if not temperature_B.any():
-        return
-    live, n = len(requests), len(positions_N)
     streams_B = np.array([request.sample.stream for request in requests], dtype=np.uint64)
     to.draft_temperature_B[:live] = temperature_B
-    to.temperature_N[:n] = temperature_B[sequence_N]
-    to.keys_N[:n] = rng.row_keys(streams_B[sequence_N], positions_N.astype(np.uint64) + np.uint64(1))
-    after_BX = contexts_B[:, None] + 2 + np.arange(to.draft_keys_BX.shape[1])
-    keys = rng.row_keys(np.repeat(streams_B, after_BX.shape[1]), after_BX.reshape(-1).astype(np.uint64))
+    to.temperature_N[:n] = temperature_B[sequence]
+    to.keys_N[:n] = rng.row_keys(streams_B[sequence], positions_N.astype(np.uint64) + np.uint64(1))
+    after_BX = to.contexts_B[:live, None].astype(np.uint64) + np.arange(
+        2, 2 + to.draft_keys_BX.shape[1], dtype=np.uint64
+    )
+    keys = rng.row_keys(np.repeat(streams_B, after_BX.shape[1]), after_BX.reshape(-1))
     to.draft_keys_BX[:live] = keys.reshape(after_BX.shape)
 
 
-def _replays(to: Fields[Array], accepted_B: Array, counts_B: Array, sequence_N: Array, place_N: Array) -> None:
+def _replays(to: Fields[Array], works: Sequence[Work], starts: Sequence[int]) -> None:
     """Lay out the extended rows, as ops/replay.py does; what is left over of each kind stands behind them."""
-    live, n, replayed = len(counts_B), len(sequence_N), int(accepted_B.sum())
-    ahead = to.draft_keys_BX.shape[1] // 2
-    slots_B = to.slots_B[:live].astype(np.int64)
-    extended_B1 = np.concatenate(([0], (accepted_B + counts_B).cumsum()))
-    to.extended_B1[: live + 1] = extended_B1
-    to.extended_B1[live + 1 :] = extended_B1[-1]
-    to.extended_contexts_B[:live] = to.contexts_B[:live] - accepted_B
-    to.commits_B[:live] = accepted_B + 1
-    to.own_N[:n] = (extended_B1[:-1] + accepted_B)[sequence_N] + place_N
-    sequence_R = np.repeat(np.arange(live), accepted_B)
-    place_R = np.arange(replayed) - (accepted_B.cumsum() - accepted_B)[sequence_R]
-    to.replayed_R[:replayed] = extended_B1[:-1][sequence_R] + place_R
-    to.sources_R[:replayed] = slots_B[sequence_R] * ahead + place_R
-    behind = replayed + len(to.own_N)
-    to.own_N[n:] = np.arange(n + replayed, behind)
-    to.replayed_R[replayed:] = np.arange(behind, behind + len(to.replayed_R) - replayed)
-    (drafts_D,) = place_N.nonzero()
-    to.drafts_D[: len(drafts_D)] = drafts_D
-    to.targets_D[: len(drafts_D)] = slots_B[sequence_N[drafts_D]] * ahead + place_N[drafts_D] - 1
+    live, ahead = len(works), to.draft_keys_BX.shape[1] // 2
+    own: list[int] = []
+    replayed: list[int] = []
+    sources: list[int] = []
+    drafts: list[int] = []
+    targets: list[int] = []
+    extended = [0]
+    for work, start in zip(works, starts, strict=False):
+        at, first, pending, tried = extended[-1], work.slot * ahead, work.accepted, len(work.drafts)
+        replayed += range(at, at + pending)
+        sources += range(first, first + pending)
+        own += range(at + pending, at + pending + work.num_rows)
+        drafts += range(start + 1, start + 1 + tried)
+        targets += range(first, first + tried)
+        extended.append(at + pending + work.num_rows)
+    own += range(extended[-1], extended[-1] + len(to.own_N) - len(own))
+    replayed += range(own[-1] + 1, own[-1] + 1 + len(to.replayed_R) - len(replayed))
+    to.own_N[:], to.replayed_R[:] = own, replayed
+    to.sources_R[: len(sources)] = sources
+    to.drafts_D[: len(drafts)], to.targets_D[: len(targets)] = drafts, targets
+    to.extended_B1[: live + 1] = extended
+    to.extended_B1[live + 1 :] = extended[-1]
+    to.extended_contexts_B[:live] = [work.start - work.accepted for work in works]
+    to.commits_B[:live] = [work.accepted + 1 for work in works]

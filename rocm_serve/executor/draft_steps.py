@@ -35,6 +35,7 @@ from rocm_serve.executor.speculative import DraftModel, accepted_of
 from rocm_serve.executor.upload import Array, Upload, offsets
 from rocm_serve.messages import Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, Replay, Sequences, StageCache
+from rocm_serve.ops.sampling.reference import NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,10 @@ class _Size:
     size: int
     ahead: int  # K, or 0 for plain steps
     table_start: int  # where the page table lies among the bytes that arrive
-    fields: Fields[torch.Tensor]
+    blank: torch.Tensor  # bytes of the inputs of a step without requests
+    host: torch.Tensor  # those of the next step, on the host too
+    arrays: Fields[Array]  # views of `host`
+    fields: Fields[torch.Tensor]  # on the device
     after_T: torch.Tensor  # the token after each row
     accepted_B: torch.Tensor
     verify: Callable[[], Verified] | None = None
@@ -111,16 +115,16 @@ class DraftSteps:
         self._multiple = row_multiple
         self._vocab_size = vocab_size
         kinds = [(ahead, size) for ahead, sizes in self._sizes.items() for size in sizes]
-        self._blanks = {kind: blank(kind[1], kind[0], row_multiple) for kind in kinds}
-        largest, rows = max(sizes), max(len(fields.token_ids_T) for fields in self._blanks.values())
+        blanks = {kind: blank(kind[1], kind[0], row_multiple) for kind in kinds}
+        largest, rows = max(sizes), max(len(fields.token_ids_T) for fields in blanks.values())
         self._pages_BP = torch.zeros((largest, max_pages), dtype=torch.int32, device=device)
-        fixed = max(offsets([x.nbytes for x in fields])[-1] for fields in self._blanks.values())
+        fixed = max(offsets([x.nbytes for x in fields])[-1] for fields in blanks.values())
         self._inputs = torch.zeros(fixed + self._pages_BP.nbytes, dtype=torch.uint8, device=device)
         self._judged = torch.zeros(offsets([8 * rows, 8 * largest])[-1], dtype=torch.uint8, device=device)
         self._hidden_TH = None
         if hidden_size is not None:
             self._hidden_TH = torch.zeros((rows, hidden_size), dtype=dtype, device=device)
-        self._at = {kind: self._views(*kind) for kind in kinds}
+        self._at = {kind: self._views(*kind, fields) for kind, fields in blanks.items()}
 
     def takes(self, plan: Plan) -> bool:
         """Say whether the plan is such a step, of a size that there is."""
@@ -178,32 +182,34 @@ class DraftSteps:
         drafting = any([work.drafts or work.accepted or work.proposals for work in works])  # noqa: C419
         return self._cache.draft_tokens if drafting else 0
 
-    def _views(self, ahead: int, size: int) -> _Size:
-        def of(memory: torch.Tensor, arrays: Sequence[Array]) -> Iterator[torch.Tensor]:
-            for start, array in zip(offsets([x.nbytes for x in arrays]), arrays, strict=False):
-                view = memory[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
-                yield view.view(array.shape)
-
-        fields = self._blanks[ahead, size]
-        after = np.zeros_like(fields.token_ids_T), np.zeros(size, dtype=np.int64)
+    def _views(self, ahead: int, size: int, fields: Fields[Array]) -> _Size:
+        at = offsets([array.nbytes for array in fields])
+        blank = torch.zeros(at[-1], dtype=torch.uint8)
+        for view, array in zip(_views_of(blank, fields), fields, strict=True):
+            view.copy_(torch.from_numpy(array))
+        host = blank.clone()
+        judged = np.zeros_like(fields.token_ids_T), np.zeros(size, dtype=np.int64)
         return _Size(
             size,
             ahead,
-            offsets([x.nbytes for x in fields])[-1],
-            Fields(*of(self._inputs, fields)),
-            *of(self._judged, after),
+            at[-1],
+            blank,
+            host,
+            Fields(*(view.numpy() for view in _views_of(host, fields))),
+            Fields(*_views_of(self._inputs, fields)),
+            *_views_of(self._judged, judged),
         )
 
     def _fill(self, at: _Size, works: Sequence[Work], requests: Sequence[Request]) -> None:
         """Bring a step's inputs to their places; what is beyond its requests is padding."""
-        arrays = Fields(*(array.copy() for array in self._blanks[at.ahead, at.size]))
+        at.host.copy_(at.blank)
         pages_BP = np.zeros((at.size, 1), dtype=np.int32)
         if works:
             pages_NP = self._table.pages(works)
             pages_BP = np.zeros((at.size, pages_NP.shape[1]), dtype=np.int32)
             pages_BP[: len(works)] = pages_NP
-            filled(arrays, works, requests, pages_NP, self._cache.page_size)
-        self._upload.into(self._inputs, [*arrays, pages_BP])
+            filled(at.arrays, works, requests, pages_NP, self._cache.page_size)
+        self._upload.into(self._inputs, [at.host.numpy(), pages_BP])
         arrived = self._inputs[at.table_start : at.table_start + pages_BP.nbytes]
         width = pages_BP.shape[1]
         self._pages_BP[: at.size, :width].copy_(arrived.view(torch.int32).view(at.size, width))
@@ -327,21 +333,33 @@ class DraftSteps:
     ) -> Iterator[Sampled]:
         """Wait for the device and say what came out. `drawn`: what is known already."""
         found_F3 = every.drawn_F3.cpu()  # the one wait of a step with plain rows
-        if drawn is None:
-            positions = [work.start + 1 + i for work in works for i in range(work.num_rows)]
-            drawn = [SampledToken(token) for token in sampler.tokens_of(found_F3[: len(positions)], positions)]
-        first = iter(drawn)
-        kept = [list(islice(first, work.num_rows)) for work in works]
-        accepted = [accepted_of(w.drafts, [one.token for one in own]) for w, own in zip(works, kept, strict=True)]
-        wanted = [(b, i) for b, work in enumerate(works) for i in range(work.proposals)]
-        places = [at.rows + i * at.size + b for b, i in wanted]
-        positions = [works[b].start + accepted[b] + 2 + i for b, i in wanted]
-        drafts = iter(sampler.tokens_of(found_F3[places], positions))
-        for work, own, right in zip(works, kept, accepted, strict=True):
-            own = own[: right + 1]
-            logprobs = tuple([one.logprob for one in own if one.logprob is not None])
-            tokens = tuple([one.token for one in own])
-            yield Sampled(work.rid, tokens, logprobs, (), right, tuple(islice(drafts, work.proposals)))
+        tokens: list[int] = found_F3[:, 2].long().tolist()
+        wanted: list[int] = []
+        positions: list[int] = []
+        first = 0
+        for b, work in enumerate(works):
+            rows = range(first, first + work.num_rows)
+            own = [SampledToken(tokens[row]) for row in rows] if drawn is None else drawn[rows.start : rows.stop]
+            first = rows.stop
+            kept = own[: accepted_of(work.drafts, [one.token for one in own]) + 1]
+            places = range(at.rows + b, at.rows + b + at.size * work.proposals, at.size)
+            if drawn is None:
+                wanted += rows
+                positions += range(work.start + 1, work.start + 1 + work.num_rows)
+            wanted += places
+            positions += range(work.start + 1 + len(kept), work.start + 1 + len(kept) + work.proposals)
+            logprobs = tuple([one.logprob for one in kept if one.logprob is not None])
+            drafts = tuple([tokens[place] for place in places])
+            yield Sampled(work.rid, tuple([one.token for one in kept]), logprobs, (), len(kept) - 1, drafts)
+        picked = found_F3.numpy()[wanted]
+        if not ((picked[:, 0] > 0) & (picked[:, 1] != NOTHING)).all():
+            sampler.tokens_of(torch.from_numpy(picked), positions)  # refuses them in its words
+
+
+def _views_of(memory: torch.Tensor, arrays: Sequence[Array]) -> Iterator[torch.Tensor]:
+    """Yield a view of bytes for each array, from its place of `offsets` on."""
+    for start, array in zip(offsets([x.nbytes for x in arrays]), arrays, strict=False):
+        yield memory[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
 
 
 def _accepted(tokens_N: torch.Tensor, fields: Fields[torch.Tensor], ahead: int) -> torch.Tensor:

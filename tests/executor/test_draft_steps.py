@@ -16,6 +16,7 @@ from rocm_serve.errors import UserError
 from rocm_serve.executor import memory
 from rocm_serve.executor.loading import LoadedStage, load_stage_model
 from rocm_serve.executor.runner import StageRunner
+from rocm_serve.executor.sampler import SamplingFailed
 from rocm_serve.messages import NewRequest, Plan, StepResult, Work
 from rocm_serve.models.qwen3_5.backbone import DRAFT_CACHE_KEY
 from rocm_serve.parallel.comm import SoloComm
@@ -166,6 +167,26 @@ def test_replays_can_be_turned_off(stage: LoadedStage) -> None:
     eager.decode.replays = False
     assert [runner.step(plan, None) for plan in plans] == [eager.step(plan, None) for plan in plans]
     assert recorder.sizes == [16, 28] * 3
+
+
+@pytest.mark.parametrize(("planted", "told"), [("model", r"row 0 \(token 2 of"), ("mtp", r"row 1 \(token 3 of")])
+def test_logits_that_are_not_finite_end_the_step(stage: LoadedStage, planted: str, told: str) -> None:
+    """The model's row at position 1, or the draft layer's first one behind two tokens that came of it."""
+    runner = runner_of(stage, RecordedDrafts())
+    assert runner.decode is not None
+    runner.decode.replays = False
+    part = stage.model if planted == "model" else stage.model.mtp
+    assert part is not None
+    first, second, *_ = plans_with_drafts(1, 3, 3)
+    result = runner.step(first, None)
+    assert isinstance(result, StepResult)
+    (own,) = second.work
+    work = changed(own, num_rows=1, drafts=(), proposals=2)
+    logits = part.logits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part, "logits", lambda rows: logits(rows) * float("nan"))
+        with pytest.raises(SamplingFailed, match=f"not finite .*: .*{told} its sequence"):
+            runner.step(Plan(1, (work,)), None)
 
 
 class Refusing(RecordedDrafts):

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from rocm_serve.ops.batch import Sequences
 
-_BLOCK = 512
+_BLOCK = 512  # columns of a program: 16 bytes a lane of one wave of 64
 
 
 @triton.jit
@@ -106,5 +106,6 @@ def gdn_extend(
         G=gates,
         K=pending_u.shape[1],
         BLOCK=_BLOCK,
+        num_warps=1,
     )
     return x_EW
