@@ -73,7 +73,9 @@ class _Running:
 class StageLoop:
     """Feeds one rank's runner from the plan channel and its edges.
 
-    `ahead`: a plan that comes while another runs is begun before that one's result is there.
+    `ahead`: a plan that comes while another runs is begun before that one's result is there. With one stage the
+    scheduler sends none behind a step whose result takes the device once more; behind other stages such a step, which
+    is ready at once, is brought to its end here before the next one begins.
     """
 
     runner: StageRunner
@@ -121,6 +123,8 @@ class StageLoop:
                 next_seq += 1
                 waiting.append((message, self._post(message)))
                 idle = False
+            while self.receiver is not None and self.launched and self.launched[0].left.ready:
+                self._report(self.launched.popleft())
             if waiting and len(self.launched) <= self.ahead:
                 self._launch(*waiting.popleft())
             full = len(self.launched) > self.ahead
@@ -212,7 +216,8 @@ class Worker:
         runner = stage.runner(num_pages=message.num_pages, num_slots=message.num_slots)
         counter = counter_of(resolved, coord, stage.facts, stage.model)
         edges = self._edges(groups, stage)
-        ahead = resolved.plan_ahead != "off"
+        # The last of several stages knows all tokens of a plan that comes: it need not read the result before first.
+        ahead = resolved.plan_ahead != "off" or (coord.last_stage and not coord.first_stage)
         self._loop = StageLoop(runner, *edges, self.link, heartbeat=self.heartbeat, counter=counter, ahead=ahead)
         self._enter(Phase.WARMING_UP)
         plans = list(warm_up_plans(resolved.page_size, resolved.max_model_len, resolved.draft_tokens))

@@ -144,8 +144,8 @@ def test_warming_up_stays_within_one_request_of_full_length(page_size: int, leng
 class OnDevice(Scripted):
     """A runner whose steps are over when the script says so: a number of looks after they began."""
 
-    def __init__(self, messages: list[ToWorker | None], looks: int) -> None:
-        super().__init__(messages, rank=0, stages=1)
+    def __init__(self, messages: list[ToWorker | None], looks: int, stages: int = 1) -> None:
+        super().__init__(messages, rank=stages - 1, stages=stages)
         self.looks = looks
 
     def receive(self, *, wait: bool) -> ToWorker | None:
@@ -202,6 +202,31 @@ def test_no_third_step_begins_before_the_first_is_read() -> None:
 def test_without_another_plan_a_result_leaves_as_soon_as_it_is_there() -> None:
     script = ahead([plan(0, 1), None, Shutdown()], looks=2)
     assert script.events == ["step 0", "wait 0", "result 0"]
+
+
+def test_the_last_of_two_stages_begins_a_step_before_the_one_before_is_read() -> None:
+    script = OnDevice([plan(0, 1), plan(1, 1), None, plan(2, 1), None, Shutdown()], looks=9, stages=2)
+    loop = script.loop()
+    loop.ahead = True
+    loop.serve()
+    steps = [event for event in script.events if event.split()[0] in ("step", "wait")]
+    assert steps == ["step 0", "step 1", "wait 0", "step 2", "wait 1", "wait 2"]
+
+
+def test_behind_another_stage_a_step_that_is_ready_at_once_ends_before_the_next_begins() -> None:
+    """Its result is made from memory that the next one writes to. The second of three is such a step."""
+
+    class Script(OnDevice):
+        def launch(self, plan: Plan, hidden: torch.Tensor | None) -> torch.Tensor | Launched:
+            self.events.append(f"step {plan.seq}")
+            return Running(plan.seq, self.events, 0 if plan.seq == 1 else 9)
+
+    script = Script([plan(0, 1), plan(1, 1), plan(2, 1), None, Shutdown()], looks=9, stages=2)
+    loop = script.loop()
+    loop.ahead = True
+    loop.serve()
+    steps = [event for event in script.events if event.split()[0] in ("step", "wait")]
+    assert steps == ["step 0", "step 1", "wait 0", "wait 1", "step 2", "wait 2"]
 
 
 def test_a_step_that_fails_when_it_is_read_is_the_one_that_is_named() -> None:
