@@ -51,8 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """The host has a part in its draws, or reports numbers beside its tokens: these exist when a step is over."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
         scored = self.logprobs is not None or self.prompt_logprobs is not None
-        filtered = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-        return penalties or scored or filtered or bool(self.logit_bias) or self.min_tokens > 0
+        return penalties or scored or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -67,6 +67,7 @@ class Decoding:
         self._vocabulary = vocabulary
         self._random = np.random.default_rng(first_rid)
         self._seq = 0
+        self._untold: list[tuple[int, ...]] = [()] * batch  # drawn by a step that the last plan did not wait for
         pages = -(-(context + steps + 1) // page)
         held = next(iter(runner.cache.k_pages.values())).shape[0]
         slots = next(iter(runner.cache.ssm.values())).shape[0] - 1
@@ -87,7 +88,8 @@ class Decoding:
     def plan(self) -> Plan:
         """Make the plan of the next step."""
         tokens = self._random.integers(0, self._vocabulary, len(self._rids)).tolist()
-        return self._plan([(token,) for token in tokens])
+        told, self._untold = self._untold, [()] * len(self._rids)
+        return self._plan([(*before, token) for before, token in zip(told, tokens, strict=True)])
 
     def _plan(self, tokens: Sequence[tuple[int, ...]], *, pending: bool = False) -> Plan:
         at, self._seq = self.position, self._seq + 1
@@ -134,6 +136,7 @@ class Decoding:
             told = [one.tokens for one in running.popleft().result().sampled]
             times.append(time.perf_counter())
         self.drawn = [one.tokens[-1] for one in running.popleft().result().sampled]
+        self._untold = told
         return [after - before for before, after in zip(times, times[1:], strict=False)]
 
     def release(self) -> None:

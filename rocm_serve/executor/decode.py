@@ -153,10 +153,15 @@ class DecodeSteps:
             return left.hidden_TH[: padded(len(works), self._multiple)].clone()
         assert left.logits_TV is not None and left.drawn_B3 is not None
         n = len(works)
+        drawn_N3 = left.drawn_B3[:n]
         if not all([request.sample.plain for request in requests]):  # noqa: C419 - twice as fast
             rows = [request.next_sample(work.pending) for work, request in zip(works, requests, strict=True)]
-            return Launched(plan.seq, partial(_sampled, self._sampler, left.logits_TV[:n], works, rows))
-        fetched = self._fetch(left.drawn_B3[:n])
+            if any(request.params.hosted for request in requests):
+                return Launched(plan.seq, partial(_sampled, self._sampler, left.logits_TV[:n], works, rows))
+            drawn_N3 = self._sampler.draw_rows(left.logits_TV[:n], rows)
+            if self.newest_S is not None:
+                self.newest_S.scatter_(0, at.newest_B[:n], drawn_N3[:, 2].long())
+        fetched = self._fetch(drawn_N3)
 
         def tokens() -> list[Sampled]:
             drawn = self._sampler.tokens_of(fetched.wait(), [work.start + 1 for work in works])

@@ -19,6 +19,7 @@ from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.inputs import RequestTable, SampledRows, StepInputs, build_inputs
 from rocm_serve.executor.launched import Fetch, Launched
 from rocm_serve.executor.memory import padded
+from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.sampler import SampledToken, Sampler, SampleRow
 from rocm_serve.executor.speculative import DraftHead, DraftModel, accepted_of
 from rocm_serve.executor.upload import Upload
@@ -62,6 +63,7 @@ class StageRunner:
     drafter: DraftHead | None = None  # on the last stage, where the server drafts
     # takes the steps that nothing but decode, at batch sizes of its own
     decode: DecodeSteps | DraftSteps | None = None
+    prompts: PromptSteps | None = None  # takes the steps with rows of one prompt, at sizes of its own
     upload: Upload | None = None  # None: one for each use
     own_newest_S: torch.Tensor | None = None  # int64: token drawn last in each slot; None: no step is planned ahead
     fetch: Fetch | None = None
@@ -85,7 +87,7 @@ class StageRunner:
         """Begin one plan; the last stage returns what will have its result.
 
         A plan without work only brings news of requests: it has no rows, and nothing crosses the edges. Behind a plan
-        whose draws are not all plain none is launched before that has its result.
+        that names a hosted request none is launched before that has its result.
         """
         clear_slots(self.cache, self.table.apply(plan))
         if not plan.work:
@@ -98,7 +100,8 @@ class StageRunner:
             return Launched(plan.seq, lambda: left.sampled) if isinstance(left, StepResult) else left
         upload, newest_S = self.upload, self.newest_S
         inputs = build_inputs(self.table, plan, self.cache, self.device, self.row_multiple, upload, newest_S)
-        out_TH = self.model.forward(inputs.batch, hidden_TH)
+        prompts = self.prompts if self.prompts is not None and self.prompts.takes(inputs.batch) else self.model
+        out_TH = prompts.forward(inputs.batch, hidden_TH)
         if not self.coord.last_stage:
             return out_TH
         if newest_S is not None and not any(request.params.hosted for request in self.table.of(plan.work)):
@@ -112,7 +115,7 @@ class StageRunner:
         if not works:
             return Launched(plan.seq, tuple)
         rows = self._draws(inputs)
-        found_R3 = sampler.draw_plain(self._logits_of(inputs, hidden_TH, len(rows)), rows)
+        found_R3 = sampler.draw_rows(self._logits_of(inputs, hidden_TH, len(rows)), rows)
         (slots_R,) = (self.upload or Upload(self.device))(np.array([work.slot for work in works], dtype=np.int64))
         newest_S.index_copy_(0, slots_R, found_R3[:, 2].long())
         fetched = self.fetch(found_R3)

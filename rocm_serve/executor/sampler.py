@@ -152,11 +152,24 @@ class Sampler:
         """
         return self._best(self._drawn(logits_RV, keys_R, temperature_R))
 
-    def draw_plain(self, logits_RV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-        """Return for rows without edits and filters what `draw` returns. Asks the device for nothing either."""
+    def draw_rows(self, logits_RV: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+        """Draw one token for each of `rows`, and say what `tokens_of` reads: float64 [R, 3], on the device.
+
+        Shapes: as for `sample`. Where no row is edited, the device is asked for nothing.
+        """
         raw_RV = logits_RV[: len(rows)]
         assert raw_RV.dtype == torch.float32 and raw_RV.shape[-1] == self._width, "float32 logits of this shard"
-        return self._best(self._packet(raw_RV, rows))
+        found = _Pass()
+        if any([row.edited or row.filtered for row in rows]):  # noqa: C419 - twice as fast as a generator
+            width = max((row.params.top_k for row in rows if row.narrow), default=0)
+            for start in range(0, len(rows), ROW_MULTIPLE):
+                block = slice(start, start + ROW_MULTIPLE)
+                self._shard_pass(raw_RV[block], rows[block], width, found)
+        else:
+            found.packets.append(self._packet(raw_RV, rows))
+        drawn_R3 = self._best(torch.cat(found.packets))
+        self._draw_filtered(found, rows, drawn_R3[:, 2])
+        return drawn_R3
 
     def tokens_of(self, found_R3: torch.Tensor, positions: Sequence[int]) -> list[int]:
         """Wait for what `draw` has said and return the tokens, which get these positions in their sequences.
@@ -176,19 +189,8 @@ class Sampler:
         """
         if not rows:
             return []
-        raw_RV = logits_RV[: len(rows)]
-        assert raw_RV.dtype == torch.float32 and raw_RV.shape[-1] == self._width, "float32 logits of this shard"
-        found = _Pass()
-        if any([row.edited or row.filtered for row in rows]):  # noqa: C419 - twice as fast as a generator
-            width = max((row.params.top_k for row in rows if row.narrow), default=0)
-            for start in range(0, len(rows), ROW_MULTIPLE):
-                block = slice(start, start + ROW_MULTIPLE)
-                self._shard_pass(raw_RV[block], rows[block], width, found)
-        else:
-            found.packets.append(self._packet(raw_RV, rows))
-        tokens = self.tokens_of(self._best(torch.cat(found.packets)), [row.position for row in rows])
-        self._draw_filtered(found, rows, tokens)
-        return self._with_logprobs(raw_RV, rows, tokens)
+        tokens = self.tokens_of(self.draw_rows(logits_RV, rows), [row.position for row in rows])
+        return self._with_logprobs(logits_RV[: len(rows)], rows, tokens)
 
     def prompt_logprobs(
         self,
@@ -222,10 +224,12 @@ class Sampler:
             for i in edited:
                 self._edit(x_RV[i], rows[i])
         if narrow := [i for i, row in enumerate(rows) if row.narrow]:
-            values_RK, ids_RK = reference.top_of_shard(self._without_padding(x_RV[narrow]), width)
+            values_RK, ids_RK = reference.top_of_shard(
+                self._without_padding(x_RV.index_select(0, self._index(narrow))), width
+            )
             found.narrow.append(torch.stack((values_RK.double(), (ids_RK + self._start).double()), -1))
         if wide := [i for i, row in enumerate(rows) if row.filtered and not row.narrow]:
-            found.wide.append(self._without_padding(x_RV[wide]))
+            found.wide.append(self._without_padding(x_RV.index_select(0, self._index(wide))))
         packet_RF = self._packet(x_RV, rows)
         if edited:  # what an edit masks is not a logit that is not finite
             packet_RF[:, 0] = reference.finite_rows(raw_RV).double()
@@ -285,19 +289,23 @@ class Sampler:
     def _local(self, ids: Sequence[int]) -> torch.Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._device) - self._start
 
-    def _draw_filtered(self, found: _Pass, rows: Sequence[SampleRow], tokens: list[int]) -> None:
-        """Replace the tokens of filtered rows; every rank sees all candidates of them."""
+    def _index(self, rows: Sequence[int]) -> torch.Tensor:
+        (rows_R,) = self._upload(np.array(rows, dtype=np.int64))
+        return rows_R
+
+    def _draw_filtered(self, found: _Pass, rows: Sequence[SampleRow], tokens_R: torch.Tensor) -> None:
+        """Replace the tokens of filtered rows, in place; every rank sees all candidates of them."""
         if found.narrow:
             packet_SRKF = self._comm.all_gather(torch.cat(found.narrow))
             narrow = [i for i, row in enumerate(rows) if row.narrow]
             most = max(rows[i].params.top_k for i in narrow)
             values_RW, ids_RW = reference.top_of_all(packet_SRKF[..., 0].float(), packet_SRKF[..., 1].long(), most)
-            self._draw(values_RW, ids_RW, narrow, rows, tokens)
+            self._draw(values_RW, ids_RW, narrow, rows, tokens_R)
         if found.wide:
             row_SRV = self._comm.all_gather(torch.cat(found.wide))
             values_RW, ids_RW = row_SRV.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
             wide = [i for i, row in enumerate(rows) if row.filtered and not row.narrow]
-            self._draw(values_RW, ids_RW, wide, rows, tokens)
+            self._draw(values_RW, ids_RW, wide, rows, tokens_R)
 
     def _draw(
         self,
@@ -305,15 +313,16 @@ class Sampler:
         ids_RW: torch.Tensor,
         indices: Sequence[int],
         rows: Sequence[SampleRow],
-        tokens: list[int],
+        tokens_R: torch.Tensor,
     ) -> None:
         chosen = [rows[i] for i in indices]
-        temperature_R, top_k_R, top_p_R, min_p_R, keys_R = self._upload(
+        temperature_R, top_k_R, top_p_R, min_p_R, keys_R, at_R = self._upload(
             np.array([row.params.temperature for row in chosen], dtype=np.float64),
             np.array([row.params.top_k for row in chosen], dtype=np.int64),
             np.array([row.params.top_p for row in chosen], dtype=np.float64),
             np.array([row.params.min_p for row in chosen], dtype=np.float64),
             _keys(chosen),
+            np.array(indices, dtype=np.int64),
         )
         kept_R = reference.kept_prefix(values_RW, temperature_R, top_k_R, top_p_R, min_p_R)
         noise_RW = rng.gumbel(keys_R.unsqueeze(-1), (ids_RW + 1) * rng.as_signed(rng.GAMMA))
@@ -321,9 +330,8 @@ class Sampler:
         dropped_RW = torch.arange(values_RW.shape[-1], device=self._device) >= kept_R.unsqueeze(-1)
         scores_RW.masked_fill_(dropped_RW, reference.NOTHING)
         tied_RW = scores_RW == scores_RW.amax(-1, keepdim=True)
-        token_R = ids_RW.masked_fill(~tied_RW, torch.iinfo(torch.int64).max).amin(-1)
-        for i, token in zip(indices, token_R.tolist(), strict=True):
-            tokens[i] = token
+        last = self._width * self._comm.size - 1  # an id that exists, should logits be no numbers
+        tokens_R.index_copy_(0, at_R, ids_RW.masked_fill(~tied_RW, last).amin(-1).double())
 
     def _with_logprobs(
         self, raw_RV: torch.Tensor, rows: Sequence[SampleRow], tokens: Sequence[int]

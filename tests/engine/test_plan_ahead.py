@@ -87,7 +87,7 @@ def test_all_decode_in_every_step_and_new_ones_join() -> None:
     assert [work.pending for work in stage.plan().work] == [True, True]
 
 
-@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs", "min_tokens", "top_k"])
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs", "min_tokens", "presence_penalty"])
 def test_nothing_is_planned_behind_a_step_that_needs_the_host(field: str) -> None:
     stage = Stage(limits(), 2)
     stage.add("plain", 2, max_tokens=12)

@@ -20,13 +20,15 @@ from tests.executor.wishes import resolved
 MOST = 5  # of up to eight at a time: larger batches are not captured
 TIGHT: dict[str, Any] = {"page_size": 2, "max_model_len": 60, "max_total_tokens": 60}
 
+FILTERS: dict[int, dict[str, Any]] = {3: {"top_k": 7, "top_p": 0.9}, 5: {"top_p": 0.8}, 7: {"min_p": 0.02}}
+
 
 def wish(checkpoint: Path, **changes: Any) -> Resolved:
     return resolved(model=str(checkpoint), graph_max_batch=MOST, **changes)
 
 
 def requests(ends: dict[str, int]) -> Requests:
-    """Greedy and drawn, short and long; `ends`: a token that ends the answer, by request."""
+    """Greedy, drawn and filtered, short and long; `ends`: a token that ends the answer, by request."""
     return {
         f"r{i}": (
             tuple(100 + 7 * i + j for j in range(1 + 4 * i)),
@@ -34,6 +36,7 @@ def requests(ends: dict[str, int]) -> Requests:
                 max_tokens=(3, 1, 12, 17, 6, 24, 9, 14, 20, 2)[i],
                 temperature=0.8 * (i % 2),
                 seed=i,
+                **FILTERS.get(i, {}),
                 stop_token_ids=(ends[f"r{i}"],) if f"r{i}" in ends else (),
             ),
         )
@@ -92,7 +95,7 @@ def test_in_one_process_too(checkpoint: Path, plainly: dict[str, Answer], ends: 
 def test_requests_that_need_the_host_run_beside_others(
     checkpoint: Path, plainly: dict[str, Answer], mixed_requests: Requests
 ) -> None:
-    """Penalties, log-probs, filters: the steps that name them have nothing behind them, those before and after do."""
+    """Penalties and log-probs: the steps that name them have nothing behind them, those before and after do."""
     some = {name: requests({})[name] for name in ("r3", "r5")}
     with session(SimulatedExecutor(wish(checkpoint))) as plain:
         expected = plain.generate(mixed_requests)

@@ -124,22 +124,34 @@ def top_of_shard(x_RV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
     """Return the k best values of each row, descending, and their local ids; equal values by ascending id.
 
     Shapes: RV -> RK, RK (int64) with K = min(k, V). torch.topk picks any of the ids that tie for the last place, so
-    it is asked for one more; rows where that one ties are picked again by keys that no two ids share.
+    it is asked for one more; rows where that one ties are picked again by keys that no two ids share. A GPU would
+    have to be waited for to know whether there are any: all rows are picked by such keys there.
     """
     width = x_RV.shape[-1]
     k = min(k, width)
     if k == 0 or x_RV.shape[0] == 0:
         return x_RV[:, :0], torch.zeros(x_RV.shape[0], 0, dtype=torch.int64, device=x_RV.device)
-    values, ids_RK = x_RV.topk(min(k + 1, width), -1)
-    if k < width:
-        tied_R = values[:, k - 1] == values[:, k]
-        ids_RK = ids_RK[:, :k]
-        if bool(tied_R.any()):
-            ids_RK = ids_RK.clone()
-            ids_RK[tied_R] = _distinct_keys(x_RV[tied_R]).topk(k, -1).indices
-    ids_RK = ids_RK.sort(-1).values
+    ids_RK = (_best_ids if x_RV.device.type == "cpu" else best_ids_by_keys)(x_RV, k).sort(-1).values
     values_RK, order_RK = x_RV.gather(-1, ids_RK).sort(dim=-1, descending=True, stable=True)
     return values_RK, ids_RK.gather(-1, order_RK)
+
+
+def _best_ids(x_RV: torch.Tensor, k: int) -> torch.Tensor:
+    width = x_RV.shape[-1]
+    values, ids_RK = x_RV.topk(min(k + 1, width), -1)
+    if k == width:
+        return ids_RK
+    tied_R = values[:, k - 1] == values[:, k]
+    ids_RK = ids_RK[:, :k]
+    if bool(tied_R.any()):
+        ids_RK = ids_RK.clone()
+        ids_RK[tied_R] = best_ids_by_keys(x_RV[tied_R], k)
+    return ids_RK
+
+
+def best_ids_by_keys(x_RV: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the ids of the k best values of each row, of equal values the lowest, in any order: RV -> RK (int64)."""
+    return _distinct_keys(x_RV).topk(k, -1).indices
 
 
 def _distinct_keys(x_RV: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,12 @@ def test_captured_steps_touch_no_more_experts_and_draw_the_tokens_of_plain_ones(
             decoding.step()
             drawn[captured].append(decoding.drawn)
     assert drawn[True] == drawn[False]
+    decoding = step_level.Decoding(
+        step_level.stepper(loaded, runner, 2, captured=True, ahead=True).runner, 512, 2, 40, 20, 50
+    )
+    decoding.step()
+    assert len(decoding.steps_ahead(4)) == 4
+    decoding.step()  # the table has been told every token
     for ahead in (False, True):
         found = step_level.measure(loaded, runner, 2, 40, 99 + ahead, captured=True, ahead=ahead, steps=3)
         assert found.wall > 0 and len(found.distinct) == 4

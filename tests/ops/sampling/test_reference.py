@@ -27,6 +27,14 @@ def test_top_of_shard_orders_by_value_then_id(name: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("k", [1, 5, 97])
+def test_ids_by_keys_as_a_gpu_picks_them_are_the_same(name: str, k: int) -> None:
+    logits = CASES[name](torch.Generator().manual_seed(k), 9, 97)
+    for row, ids in zip(logits.numpy(), reference.best_ids_by_keys(logits, k).numpy(), strict=True):
+        assert sorted(ids.tolist()) == sorted(by_value_then_id(row)[:k].tolist())
+
+
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_shards_merge_to_the_selection_of_the_whole_row(name: str, shards: int) -> None:
     logits = CASES[name](torch.Generator().manual_seed(shards), 7, 128)
