@@ -126,6 +126,11 @@ class DraftSteps:
             self._hidden_TH = torch.zeros((rows, hidden_size), dtype=dtype, device=device)
         self._at = {kind: self._views(*kind, fields) for kind, fields in blanks.items()}
 
+    @property
+    def most_verified(self) -> int:
+        """Return the largest number of requests of a step with drafts."""
+        return self._sizes[self._cache.draft_tokens][-1]
+
     def takes(self, plan: Plan) -> bool:
         """Say whether the plan is such a step, of a size that there is."""
         works = plan.work

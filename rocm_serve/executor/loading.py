@@ -180,6 +180,8 @@ class LoadedStage:
         most = runner.decode.capture(progress)
         taken, planned = memory.human(before - self._free_bytes()), memory.human(self.graph_bytes)
         said = f"captured in {time.monotonic() - started:.1f} s, {taken} (planned {planned})"
+        if isinstance(runner.decode, DraftSteps):
+            said += f"; with drafts up to {runner.decode.most_verified}"
         log.info("rank %d: device graphs of decode steps up to %d requests: %s", rank, most, said)
         return WorkerReady(rank, most, said)
 

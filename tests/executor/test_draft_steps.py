@@ -205,7 +205,8 @@ def test_news_of_what_was_captured_goes_to_the_report(stage: LoadedStage) -> Non
     steps = stage.draft_steps(plain.cache, plain.table, plain.sampler, 8, RecordedDrafts())
     moved: list[int] = []
     ready = stage.capture(replace(plain, decode=steps), lambda: moved.append(1))
-    assert ready.graph_max_batch == MOST and ready.graphs.startswith("captured in ")
+    assert ready.graph_max_batch == MOST
+    assert ready.graphs.startswith("captured in ") and ready.graphs.endswith("; with drafts up to 5")
     assert len(moved) == len(batch_sizes(MOST)) + len(verified_sizes(MOST, 3))
 
 

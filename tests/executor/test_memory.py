@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -233,6 +234,29 @@ def test_graphs_cost_a_step_of_the_largest_batch_and_what_every_size_leaves(tp: 
     layers = facts().num_layers // pp
     nodes = 2 * layers * memory.GRAPH_NODES_OF_LAYER * memory.GRAPH_NODE_BYTES
     assert costs(32) - costs(8) == pool(32) - pool(8) + 48 * row + nodes
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_graphs_of_steps_with_drafts_cost_their_rows_and_a_second_set_of_sizes(rank: int) -> None:
+    """128 requests or 64 at most: with K = 3 there are no more than 64 with drafts, so only plain sizes are added."""
+    coord, made = Mesh(2, 2).coord(rank), replace(facts(), mtp_layers=1)
+    params = stage_params(made, coord, formats=ConfigFormats(made), mtp=True)
+
+    def costs(most: int, drafts: int) -> int:
+        sizes: dict[str, object] = {
+            "tp": 2,
+            "pp": 2,
+            "device": "rocm",
+            "dtype": "bfloat16",
+            "max_running_requests": 200,
+        }
+        return memory.graph_bytes(params, made, coord, resolved(**sizes, graph_max_batch=most, draft_tokens=drafts))
+
+    row = 2 * made.hidden_size + (2 * made.vocab_size if coord.last_stage else 0)
+    nodes = 2 * (made.num_layers // 2 + 3) * memory.GRAPH_NODES_OF_LAYER * memory.GRAPH_NODE_BYTES
+    assert costs(0, 3) == 0
+    assert costs(128, 3) - costs(64, 3) == 128 * row + nodes
+    assert costs(64, 3) - costs(64, 0) > (4 * 127) * row
 
 
 def test_graphs_of_all_ranks_count_as_far_as_every_rank_has_them() -> None:
