@@ -126,6 +126,10 @@ class DecodeSteps:
         if hidden_size is not None:
             rows = padded(largest, row_multiple)
             self._hidden_TH = torch.zeros((rows, hidden_size), dtype=dtype, device=device)
+        self._placed: tuple[int, list[int]] = (
+            0,
+            [],
+        )  # changes of the table, slots: whose pages lie in the table's rows
         self._at = {size: self._views(size) for size in sizes}
 
     def takes(self, plan: Plan) -> bool:
@@ -202,7 +206,10 @@ class DecodeSteps:
         return _Size(size, rows, at[-1], *views)
 
     def _fill(self, at: _Size, works: Sequence[Work], requests: Sequence[Request]) -> None:
-        """Bring a step's inputs to their places; what is beyond its requests is padding."""
+        """Bring a step's inputs to their places; what is beyond its requests is padding.
+
+        Pages are brought again when one has changed, or when the rows are those of others.
+        """
         n = len(works)
         arrays = _blank(at.size, at.rows)
         (
@@ -218,11 +225,11 @@ class DecodeSteps:
             newest_B,
             live_1,
         ) = arrays
-        pages_BP = np.zeros((at.size, 1), dtype=np.int32)
         live_1[0] = n
+        slots = [work.slot for work in works]
         if n:
             contexts_B[:n] = [work.start for work in works]
-            slots_B[:n] = [work.slot for work in works]
+            slots_B[:n] = slots
             newest_B[:n] = slots_B[:n]
             pending = [work.pending for work in works]
             if any(pending):
@@ -232,19 +239,22 @@ class DecodeSteps:
                     0 if work.pending else one.output[-1] for work, one in zip(works, requests, strict=True)
                 ]
             positions_T[:n] = contexts_B[:n]
-            pages_NP = self._table.pages(works)
-            pages_BP = np.zeros((at.size, pages_NP.shape[1]), dtype=np.int32)
-            pages_BP[:n] = pages_NP
-            page_N, offset_N = np.divmod(positions_T[:n], self._cache.page_size)
-            kv_index_B[:n] = pages_NP[np.arange(n), page_N].astype(np.int64) * self._cache.page_size + offset_N
+            kv_index_B[:n] = self._table.places(slots_B[:n], positions_T[:n])
             temperature_B[:n] = [request.params.temperature for request in requests]
             if temperature_B.any():
                 streams = np.array([request.sample.stream for request in requests], dtype=np.uint64)
                 keys_B[:n] = rng.row_keys(streams, positions_T[:n].astype(np.uint64) + np.uint64(1))
+        changes, placed = self._placed
+        if changes == self._table.changes and placed[:n] == slots:
+            self._upload.into(self._inputs, arrays)
+            return
+        pages_NP = self._table.pages(works)
+        pages_BP = np.zeros((at.size, pages_NP.shape[1]), dtype=np.int32)
+        pages_BP[:n] = pages_NP
         self._upload.into(self._inputs, [*arrays, pages_BP])
         arrived = self._inputs[at.table_start : at.table_start + pages_BP.nbytes]
-        width = pages_BP.shape[1]
-        self._pages_BP[: at.size, :width].copy_(arrived.view(torch.int32).view(at.size, width))
+        self._pages_BP[: at.size, : pages_BP.shape[1]].copy_(arrived.view(torch.int32).view(pages_BP.shape))
+        self._placed = self._table.changes, slots
 
     def _forward(self, at: _Size) -> Left:
         """Compute a step from the static inputs alone. This is what is captured."""

@@ -15,7 +15,7 @@ import torch
 
 from rocm_serve.executor.memory import padded
 from rocm_serve.executor.sampler import SampleRow, TokenCounts
-from rocm_serve.executor.upload import Upload
+from rocm_serve.executor.upload import Array, Upload
 from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.ops.replay import replay_of
@@ -75,12 +75,16 @@ class Request:
 
 
 class RequestTable:
-    """Requests by rid and the page table by slot, kept up to date by the plans alone."""
+    """Requests by rid and the page table by slot, kept up to date by the plans alone.
+
+    `changes` counts: while it stays, the pages of each slot do.
+    """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._requests: dict[int, Request] = {}
         self._pages_SP = np.zeros(_FIRST_SIZE, dtype=np.int32)
+        self.changes = 0
 
     def __getitem__(self, rid: int) -> Request:
         return self._requests[rid]
@@ -131,12 +135,19 @@ class RequestTable:
         pages_BP: np.ndarray[tuple[int, int], np.dtype[np.int32]] = self._pages_SP[[w.slot for w in works], :widest]
         return pages_BP
 
+    def places(self, slots_N: Array, positions_N: Array) -> Array:
+        """Return where in the pages each position of each slot is: page * page_size + offset, int64."""
+        page_N, offset_N = np.divmod(positions_N, self._page_size)
+        places_N: Array = self._pages_SP[slots_N, page_N].astype(np.int64) * self._page_size + offset_N
+        return places_N
+
     def _add(self, new: NewRequest) -> None:
         assert new.rid not in self._requests, f"request {new.rid} is known already"
         assert new.prompt, f"request {new.rid} has no prompt"
         self._requests[new.rid] = Request(new.prompt, new.params)
 
     def _add_pages(self, request: Request, work: Work) -> None:
+        self.changes += 1
         first = request.num_pages
         request.num_pages = end = first + len(work.new_pages)
         slots, width = self._pages_SP.shape

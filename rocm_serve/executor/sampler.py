@@ -176,9 +176,9 @@ class Sampler:
 
         Errors: SamplingFailed when a logit is NaN or infinite, or when masks leave no id.
         """
-        found_R3 = found_R3.cpu()  # the one wait of a plain step
-        _refuse(positions, found_R3[:, 0] > 0, found_R3[:, 1])
-        tokens: list[int] = found_R3[:, 2].long().tolist()
+        finite_R, score_R, token_R = found_R3.cpu().numpy().T  # the one wait of a plain step
+        _refuse(positions, finite_R > 0, score_R)
+        tokens: list[int] = token_R.astype(np.int64).tolist()
         return tokens
 
     def sample(self, logits_RV: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
@@ -400,7 +400,7 @@ def _keys(rows: Sequence[SampleRow]) -> Array:
     return rng.row_keys(streams, np.array([row.position for row in rows], dtype=np.uint64))
 
 
-def _refuse(positions: Sequence[int], finite_R: torch.Tensor, score_R: torch.Tensor) -> None:
+def _refuse(positions: Sequence[int], finite_R: Array, score_R: Array) -> None:
     """Raise SamplingFailed, on every rank alike, when some row has no token to give."""
     if bool((finite_R & (score_R != reference.NOTHING)).all()):
         return

@@ -53,6 +53,7 @@ def poison_inputs(steps: DecodeSteps) -> None:
     def takes(plan: Plan) -> bool:
         kept = None if steps.newest_S is None else steps.newest_S.clone()  # left there by the step before
         steps._inputs.fill_(POISON)
+        steps._placed = (-1, [])
         if kept is not None and steps.newest_S is not None:
             steps.newest_S.copy_(kept)
         steps._pages_BP.fill_(1 << 30)

@@ -78,7 +78,7 @@ def test_tokens_are_those_of_steps_one_after_the_other(
     recorder = Recorded()
 
     def changed(part: LoadedStage, own: StageRunner) -> StageRunner:
-        return with_graphs(part, own, recorder, poisoned=True) if graphs else own
+        return with_graphs(part, own, recorder, poisoned=not room) if graphs else own
 
     with session(SimulatedExecutor(wish(checkpoint, tp=tp, plan_ahead="on", **room), changed)) as ahead:
         judge(ahead, plainly, ends)
