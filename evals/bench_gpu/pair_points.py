@@ -9,10 +9,18 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from evals.bench_gpu import pair_floor, pair_steps
 from evals.bench_gpu.pair_floor import LAYOUTS, Least
-from evals.bench_gpu.pair_records import PairRecord, Timeline, first_line, pair_line
+from evals.bench_gpu.pair_records import (
+    AgreementRecord,
+    PairRecord,
+    Timeline,
+    agreement_line,
+    first_line,
+    pair_line,
+)
 from evals.bench_gpu.pair_run import Measuring
 from evals.bench_gpu.pair_world import TAIL_STEPS, WARM_UP_STEPS, Stretch, World, serving
 from rocm_serve.config.schema import ServeConfig
@@ -25,6 +33,7 @@ from rocm_serve.tuning.shapes import config_of
 FIRST_REQUESTS = 10
 _FIRST_BATCHES = 3  # that come before prompts
 _DRAWN_PLANS = 12
+_COMPARED = 8  # prompts
 
 
 class Layouts:
@@ -69,6 +78,7 @@ def measure_layouts(run: Measuring, names: Sequence[str], model: Path) -> None:
         layouts.each("first requests", _first)
         layouts.warm_up()
         run.say("all are warm")
+        compare(run, layouts)
         for batch in a.batch[:_FIRST_BATCHES]:
             layouts.each(f"decode B {batch}", partial(measure_decode, batch))
         for batch in a.prefill:
@@ -76,6 +86,27 @@ def measure_layouts(run: Measuring, names: Sequence[str], model: Path) -> None:
         for batch in a.batch[_FIRST_BATCHES:]:
             layouts.each(f"decode B {batch}", partial(measure_decode, batch))
         layouts.each("end", lambda run, name, world: world.end())
+
+
+def compare(run: Measuring, layouts: Layouts) -> None:
+    """Have every layout score the same prompts, one by one and all at once."""
+    random = np.random.default_rng(run.arguments.seed)
+    prompts = random.integers(0, run.dims.vocabulary, (_COMPARED, run.arguments.ctx // 2)).tolist()
+
+    new: dict[tuple[str, bool], list[float]] = {}
+
+    def score(run: Measuring, name: str, world: World) -> None:
+        for company in (False, True):
+            new[name, company] = world.scores(prompts, company=company)
+
+    layouts.each("agreement", score)
+    run.of_tp1 = new.get(("tp1", False), run.of_tp1)
+    for (name, company), scores in new.items():
+        if run.of_tp1:
+            apart = [abs(a - b) for a, b in zip(scores, run.of_tp1, strict=True)]
+            found = AgreementRecord(name, company, len(apart), sum(apart) / len(apart), max(apart))
+            run.run.agreement.append(found)
+            run.say(agreement_line(found))
 
 
 def measure_decode(batch: int, run: Measuring, name: str, world: World) -> None:

@@ -69,6 +69,19 @@ class FirstRecord(msgspec.Struct, frozen=True):
         return self.ms[0] - statistics.median(self.ms[5:])
 
 
+class AgreementRecord(msgspec.Struct, frozen=True):
+    """How far log-probs of the same prompts' tokens are from those of tp1, whose prompts came one by one.
+
+    `company`: the prompts came all at once, so that rows were multiplied by other tiles. That of tp1 is the noise.
+    """
+
+    layout: str
+    company: bool
+    tokens: int
+    mean: float
+    most: float
+
+
 class Timeline(msgspec.Struct, frozen=True):
     """Some steps of a point: (rank, plan, start, end), in microseconds."""
 
@@ -91,6 +104,7 @@ class PairRun(msgspec.Struct, kw_only=True):
     links: list[LinkRecord] = []
     points: list[PairRecord] = []
     first: list[FirstRecord] = []
+    agreement: list[AgreementRecord] = []
     timelines: list[Timeline] = []
     failures: list[Failure] = []
     left_out: list[str] = []
@@ -137,10 +151,20 @@ def first_line(one: FirstRecord) -> str:
     return f"{one.layout} first requests after the start, ms: {times}; {late}"
 
 
+def agreement_line(one: AgreementRecord) -> str:
+    """Write one comparison for people."""
+    how = "all at once" if one.company else "one by one"
+    return (
+        f"{one.layout} {how}: log-probs of {one.tokens} prompt tokens differ from tp1's one by one by"
+        f" {one.mean:.2e} on average, {one.most:.2e} at most"
+    )
+
+
 def table(run: PairRun) -> list[str]:
     """Write the whole run for people."""
     lines = [link_line(one) for one in run.links]
     lines += [first_line(one) for one in run.first]
+    lines += [agreement_line(one) for one in run.agreement]
     lines += [pair_line(one) for one in run.points]
     lines += [f"FAILED {one.what}: {one.error}" for one in run.failures]
     if run.left_out:

@@ -24,6 +24,7 @@ class Measuring:
     def __init__(self, arguments: argparse.Namespace, command: str, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
         self.dims = PAIR_SHAPES[arguments.shape]
+        self.of_tp1: list[float] = []  # log-probs that others are held against
         self._started = time.monotonic()
         self._until = self._started + arguments.budget_s
         copy, bf16, fp8 = measured_ceilings(device, FP8_DTYPES[dialect_of(device)])

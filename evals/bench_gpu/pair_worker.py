@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
+from zlib import crc32
 
 import torch
 
+from rocm_serve.checkpoint.initial import draw
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor import loading
 from rocm_serve.executor.launched import Launched
@@ -24,8 +26,9 @@ from rocm_serve.executor.loading import LoadedStage
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.executor.worker import main
 from rocm_serve.messages import Plan
-from rocm_serve.parallel.comm import Comm
-from rocm_serve.parallel.layout import Param, shape_at
+from rocm_serve.ops.fp8 import FP8_DTYPES
+from rocm_serve.parallel.comm import Comm, as_bytes
+from rocm_serve.parallel.layout import Param, Place
 from rocm_serve.parallel.mesh import Coord
 from rocm_serve.trace import StageTrace, trace_writer
 from rocm_serve.tuning import weights
@@ -140,12 +143,31 @@ class StampedStage(LoadedStage):
 
 
 def fill(params: Mapping[str, Param], coord: Coord, into: Mapping[str, torch.Tensor], *, seed: int = 0) -> None:
-    """Fill parameters where they are: what ranks share is the same on all of them, what they split is not."""
-    device = next(iter(into.values())).device
-    split = {name: shape_at(params[name], coord.place) != params[name].shape for name in into}
-    for part, more in ((False, 0), (True, 1 + coord.tp_rank)):
-        g = torch.Generator(device).manual_seed(seed + 1000 * coord.stage + more)
-        weights.fill(((name, tensor) for name, tensor in into.items() if split[name] == part), g)
+    """Fill parameters where they are, with this rank's shares of tensors that depend on seed and name only."""
+    for name, param in params.items():
+        held, weight = into[name], name.removesuffix("_scale_inv")
+        g = torch.Generator(held.device).manual_seed(crc32(f"{seed} {name}".encode()))
+        whole = torch.empty(param.shape, dtype=held.dtype, device=held.device)
+        if held.dtype in FP8_DTYPES.values():
+            weights.random_codes_(whole, g)
+        elif weight != name:
+            weights.random_scales_(whole, params[weight].shape[-1], into[weight].dtype, g)
+        else:
+            how = draw(name, param.shape)
+            whole.normal_(how.mean, how.std, generator=g)
+        as_bytes(held).copy_(share_of(as_bytes(whole), param, coord.place))
+
+
+def share_of(whole: torch.Tensor, param: Param, place: Place) -> torch.Tensor:
+    """Return what the rank at `place` holds of a whole parameter."""
+    for dim, bands in enumerate(param.dims):
+        pieces, at = [], 0
+        for band in bands:
+            held = band.owned(place)
+            pieces.append(whole.narrow(dim, at + held.start, len(held)))
+            at += band.size
+        whole = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+    return whole
 
 
 def load(resolved: Resolved, coord: Coord, comm: Comm, **more: Any) -> StampedStage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,7 @@ class World:
         self._random = np.random.default_rng(seed)
         self._next = 0
         self._counts: dict[str, int] = {}
+        self._scores: dict[str, list[float]] = {}
         self._left: set[str] = set()
         self._stats = Stats()
 
@@ -89,6 +90,16 @@ class World:
         steps = self.steps()[-_FIRST_TOKENS:]
         step_ms = (steps[-1].committed_ns - steps[0].committed_ns) / 1e6 / (len(steps) - 1)
         return FirstRecord("", tuple(times), step_ms)
+
+    def scores(self, prompts: Sequence[Sequence[int]], *, company: bool) -> list[float]:
+        """Return the log-probs of all prompts' tokens but the first ones, prompt by prompt."""
+        found: list[float] = []
+        for group in [prompts] if company else [[prompt] for prompt in prompts]:
+            asked = self._send(group, SamplingParams(max_tokens=0, prompt_logprobs=0))
+            self._until(lambda: not self._left)
+            assert [len(self._scores[name]) for name in asked] == [len(prompt) - 1 for prompt in group]
+            found += [value for name in asked for value in self._scores[name]]
+        return found
 
     def prefill(self, batch: int, length: int) -> Stretch:
         """Compute `batch` prompts of `length` tokens, all there from the beginning."""
@@ -136,13 +147,17 @@ class World:
         return Path(self.resolved.trace) / name
 
     def _ask(self, batch: int, length: int, max_tokens: int) -> list[str]:
-        asked = []
-        for _ in range(batch):
-            name, self._next = f"r{self._next}", self._next + 1
-            prompt = tuple(self._random.integers(0, self.resolved.vocab_used, length).tolist())
-            self._driver.send(AddRequest(name, prompt, SamplingParams(max_tokens=max_tokens, seed=self._next)))
-            asked.append(name)
+        prompts = self._random.integers(0, self.resolved.vocab_used, (batch, length)).tolist()
+        return self._send(prompts, SamplingParams(max_tokens=max_tokens))
+
+    def _send(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[str]:
+        asked = [f"r{self._next + i}" for i in range(len(prompts))]
+        for i, (name, prompt) in enumerate(zip(asked, prompts, strict=True)):
+            own = msgspec.structs.replace(params, seed=self._next + i)
+            self._driver.send(AddRequest(name, tuple(prompt), own))
+        self._next += len(asked)
         self._counts = dict.fromkeys(asked, 0)
+        self._scores = {name: [] for name in asked}
         self._left = set(asked)
         return asked
 
@@ -159,6 +174,7 @@ class World:
                 assert output.error is None, output.error
                 if output.request_id in self._counts:
                     self._counts[output.request_id] += len(output.tokens)
+                    self._scores[output.request_id] += [one.logprob for one in output.prompt_logprobs]
                     if output.finish_reason is not None:
                         self._left.discard(output.request_id)
 

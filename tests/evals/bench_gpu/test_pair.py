@@ -13,7 +13,7 @@ from evals.bench_gpu.pair import main
 from evals.bench_gpu.pair_floor import LAYOUTS, PAIR_SHAPES, Message
 from evals.bench_gpu.pair_plot import svg
 from evals.bench_gpu.pair_records import FirstRecord, LinkRecord, PairRun, Timeline
-from evals.bench_gpu.pair_worker import fill
+from evals.bench_gpu.pair_worker import fill, share_of
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, parse_config, stage_params
 from rocm_serve.parallel.layout import shape_at
 from rocm_serve.parallel.mesh import Mesh
@@ -111,39 +111,60 @@ def test_the_picture_has_a_box_for_every_step_of_each_gpu() -> None:
     assert drawn.startswith("<svg") and drawn.rstrip().endswith("</svg>")
 
 
-def test_made_up_weights_are_shared_where_ranks_share_them_and_differ_where_they_split_them() -> None:
+def _filled(mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
+    facts, coord = parse_config(config_of(PAIR_SHAPES["tiny"]), None), mesh.coord(rank)
+    params = stage_params(facts, coord, formats=ConfigFormats(facts), mtp=False)
+    dtypes = {"fp8": torch.float8_e4m3fn, "model": torch.float32, "float32": torch.float32}
+    shapes = {name: shape_at(param, coord.place) for name, param in params.items()}
+    into = {name: torch.full(shapes[name], torch.nan).to(dtypes[param.dtype]) for name, param in params.items()}
+    fill(params, coord, into, seed=5)
+    return {name: tensor.float() for name, tensor in into.items()}
+
+
+def test_made_up_weights_of_every_layout_are_shares_of_the_same_tensors() -> None:
+    whole = _filled(Mesh(1, 1), 0)
+    assert all(bool(tensor.isfinite().all()) for tensor in whole.values())
+    stages = [_filled(Mesh(1, 2), rank) for rank in (0, 1)]
+    assert {name for stage in stages for name in stage} == whole.keys()
+    assert all(torch.equal(tensor, whole[name]) for stage in stages for name, tensor in stage.items())
     facts = parse_config(config_of(PAIR_SHAPES["tiny"]), None)
-    filled = []
+    split = 0
     for rank in (0, 1):
         coord = Mesh(2, 1).coord(rank)
         params = stage_params(facts, coord, formats=ConfigFormats(facts), mtp=False)
-        dtypes = {"fp8": torch.float8_e4m3fn, "model": torch.float32, "float32": torch.float32}
-        into = {
-            name: torch.full(shape_at(param, coord.place), torch.nan).to(dtypes[param.dtype])
-            for name, param in params.items()
-        }
-        fill(params, coord, into, seed=5)
-        filled.append({name: (param.shape == tuple(into[name].shape), into[name]) for name, param in params.items()})
-    for name, (whole, first) in filled[0].items():
-        second = filled[1][name][1]
-        assert bool(first.float().isfinite().all()), name
-        assert torch.equal(first.float(), second.float()) == whole, name
+        for name, tensor in _filled(Mesh(2, 1), rank).items():
+            assert torch.equal(tensor, share_of(whole[name], params[name], coord.place)), name
+            split += tensor.shape != whole[name].shape
+    assert split > 20
 
 
 @pytest.mark.multirank
 @pytest.mark.slow
 def test_a_run_over_gloo_measures_every_point_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, drawing = tmp_path / "run.json", tmp_path / "run.svg"
-    how = ["--device", "cpu", "--shape", "tiny", "--layouts", "tp2", "pp2", "--one-by-one", "--mem-fraction", "0.1"]
+    how = [
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny",
+        "--layouts",
+        "tp1",
+        "tp2",
+        "pp2",
+        "--one-by-one",
+        "--mem-fraction",
+        "0.1",
+    ]
     sizes = ["--batch", "1", "4", "--prefill", "2", "--ctx", "64", "--chunk", "64", "--steps", "6", "--seed", "3"]
     assert main(["run", *how, *sizes, "--json", str(file), "--plot", str(drawing)]) == 0
     run = msgspec.json.decode(file.read_bytes(), type=PairRun)
     assert not run.failures and str(tmp_path) not in run.command
     points = {(one.layout, one.part, one.batch): one for one in run.points}
-    assert len(points) == 2 * 3
+    assert len(points) == 3 * 3
     for (layout, part, batch), one in points.items():
         assert one.ratio == pytest.approx(one.floor_ms / one.ms)
-        assert sorted(one.at_work) == [0, 1] and all(0 < share <= 1 for share in one.at_work.values())
+        assert len(one.at_work) == (1 if layout == "tp1" else 2)
+        assert all(0 < share <= 1 for share in one.at_work.values())
         if part == "decode":
             assert one.tokens_s == pytest.approx(batch / one.ms * 1e3)
             assert 64 < one.context < 100
@@ -152,7 +173,11 @@ def test_a_run_over_gloo_measures_every_point_and_writes_it(tmp_path: Path, caps
         else:
             assert one.tokens_s == pytest.approx(2 * 64 / one.ms * 1e3) and one.steps == 2
     assert {one.what for one in run.links} == {"all_reduce", "send"}
-    assert [len(one.ms) for one in run.first] == [10, 10]
+    assert [len(one.ms) for one in run.first] == [10, 10, 10]
+    apart = {(one.layout, one.company): one.most for one in run.agreement}
+    assert len(run.agreement) == len(apart) == 6 and apart["tp1", False] == 0
+    assert apart["pp2", False] == 0, "stages change no bit on a CPU"
+    assert 0 < apart["tp2", False] < 1e-3
     assert drawing.read_text().count("<title>plan") >= 12
     capsys.readouterr()
     assert main(["table", "--json", str(file)]) == 0
