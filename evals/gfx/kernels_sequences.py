@@ -127,7 +127,7 @@ def _trial(op: str, case: str, build: Build, *kernels: str, **other: object) -> 
 
 
 _ONCE = {
-    "paged_attention_kernel:wide_stores": "a row is stored once a step, as the matrix instruction lays it out",
+    "prefill_attention_kernel:wide_stores": "a row is stored once a step, as the matrix instruction lays it out",
 }
 _PARTS = {
     "decode_attention_kernel:wide_stores": "a split is stored once, as the matrix instruction lays it out",
@@ -137,7 +137,8 @@ _SMALL_BLOCKS = _PARTS | {
     "decode_attention_kernel:wide_loads": "a block of short heads is less than 16 bytes a lane",
 }
 _QKV = "qk_norm_rope_kv_write_kernel"
-_PAGED, _SPLIT, _MERGE = "paged_attention_kernel", "decode_attention_kernel", "merge_splits_kernel"
+_COPY, _PREFILL = "copy_keys_kernel", "prefill_attention_kernel"
+_SPLIT, _MERGE = "decode_attention_kernel", "merge_splits_kernel"
 _SCAN, _CONV, _STEP = "gated_delta_rule_kernel", "causal_conv_kernel", "gdn_step_kernel"
 _SMALL: dict[str, Any] = {"heads": 6, "kv_heads": 2, "d": 24, "page_size": 5}
 _HEADS: dict[str, Any] = {"heads": 16, "key_heads": 2, "key": 128, "value": 128}
@@ -247,21 +248,24 @@ TRIALS: tuple[Trial, ...] = (
         "attention_prefill",
         "3 heads on each key, 24 wide",
         partial(_attend, rows=(9, 25), contexts=(70, 0), first_row=3, **_SMALL),
-        _PAGED,
+        _COPY,
+        _PREFILL,
         exceptions=_ONCE,
     ),
     _trial(
         "attention_prefill",
         "fp8 pages",
         partial(_attend, rows=(20,), contexts=(11,), heads=4, kv_heads=2, d=64, k_scale=0.5, v_scale=3.0, fp8=True),
-        _PAGED,
+        _COPY,
+        _PREFILL,
         exceptions=_ONCE,
     ),
     _trial(
         "attention_prefill",
         "heads of 256",
         partial(_attend, rows=(9,), contexts=(30,), heads=8, kv_heads=1, d=256),
-        _PAGED,
+        _COPY,
+        _PREFILL,
         exceptions=_ONCE,
     ),
     _trial(
@@ -323,7 +327,8 @@ TRIALS: tuple[Trial, ...] = (
         "attention_prefill",
         "2.4T heads at tp 8, fp8",
         partial(_untouched, rows=500, context=0, heads=8, kv_heads=1, fp8=True),
-        _PAGED,
+        _COPY,
+        _PREFILL,
         compile_only=True,
         exceptions=_ONCE,
     ),

@@ -1,99 +1,149 @@
 """Causal attention over paged keys and values in Triton, for prompt rows.
 
+The keys and values of a step's sequences are first copied from their pages to one run of rows each, in the dtype that
+is multiplied: a tile of many query rows reads them again and again, and takes what lies together by descriptor where
+the card has them (sm_90's tensor memory accelerator), and without arithmetic on addresses elsewhere.
+
 Letters: T rows of the batch, H query heads, G key/value heads, r = H / G, D head size, P pages, S rows of a page,
-B sequences; in kernels, M elements of a tile (its rows times r), N keys of a block.
+B sequences, L copied keys; in kernels, M elements of a tile (its rows times r), N keys of a block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rocm_serve.ops.batch import Sequences
+from rocm_serve.ops.tiles import tile
+from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME
+from rocm_serve.ops.triton_common.triton import arch, blocks
 
+_LOG2_E = 1.4426950408889634
 
-def dot_dtype(*tensors: torch.Tensor) -> tl.dtype:
-    """Choose what is multiplied: bf16 holds every value of bf16 rows and of FP8 pages; float32 needs itself."""
-    return tl.float32 if any(x.dtype == torch.float32 for x in tensors) else tl.bfloat16
-
-
-def tile(d: int, shared: int, longest: int, dot: tl.dtype) -> dict[str, int]:
-    """Choose the tile for `longest` rows a sequence. K, V and the scores of a block fit into 64 KiB of LDS.
-
-    float32 is for proofs, not for speed: without matrix instructions a tile is unrolled into fused multiply-adds.
-    """
-    block_d = max(16, triton.next_power_of_2(d))
-    if dot == tl.float32:
-        m, n = 16, 32 if block_d <= 64 else 16
-    else:
-        m, n = 16 if longest * shared <= 16 else 64, 64 if block_d <= 128 else 32
-    return {"BLOCK_D": block_d, "BLOCK_M": max(m, triton.next_power_of_2(shared)), "BLOCK_N": n}
+_COPIED = 32  # keys that a program copies
+_UNIT = tl.constexpr(KEY_UNIT)  # what a sequence is padded to: whole blocks of any tile
 
 
 @triton.jit
-def _fold(q_MD, k_DN, v_ND, visible_MN, peak_M, total_M, o_MD, score_scale, DOT: tl.constexpr, WIDE: tl.constexpr):
-    """Fold one block of keys into the running softmax: return the new peak, sum of probabilities and output."""
-    s_MN = tl.dot(q_MD, k_DN.to(DOT), input_precision="ieee") * score_scale
-    s_MN = tl.where(visible_MN, s_MN, float("-inf"))
-    higher_M = tl.maximum(peak_M, tl.max(s_MN, 1))
-    base_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)  # rows of nothing see no key
-    p_MN = tl.exp(s_MN - base_M[:, None])
-    shrink_M = tl.exp(peak_M - base_M)
+def _padded(n):
+    return (n + _UNIT - 1) // _UNIT * _UNIT
+
+
+@triton.jit
+def _first_key(row_starts, contexts, b):
+    """Return where the copied keys of sequence b begin: behind those of the sequences before it."""
+    first = 0
+    for some in range(0, b, 64):
+        i = some + tl.arange(0, 64)
+        before = i < b
+        n = tl.load(row_starts + i + 1, mask=before, other=0) - tl.load(row_starts + i, mask=before, other=0)
+        first += tl.sum(_padded(tl.load(contexts + i, mask=before, other=0) + n), 0)
+    return first
+
+
+@triton.jit(do_not_specialize=["row_starts", "contexts", "table", "table_row", "page_size"])
+def copy_keys_kernel(
+    k_pages, v_pages, k_LW, v_LW, row_starts, contexts, table, table_row, page_size,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """KEYS keys and values of one sequence, all heads: WIDTH numbers each. Behind its last one there are zeros."""
+    b = tl.program_id(1)
+    length = tl.load(contexts + b) + tl.load(row_starts + b + 1) - tl.load(row_starts + b)
+    start = tl.program_id(0) * KEYS
+    if start >= _padded(length):
+        return
+    key = start + tl.arange(0, KEYS)
+    x = tl.arange(0, BLOCK)
+    page = tl.load(table + b.to(tl.int64) * table_row + key // page_size, mask=key < length, other=0).to(tl.int64)
+    at = ((page * page_size + key % page_size) * WIDTH)[:, None] + x[None, :]
+    to = ((_first_key(row_starts, contexts, b) + key).to(tl.int64) * WIDTH)[:, None] + x[None, :]
+    held = (key < length)[:, None] & (x < WIDTH)[None, :]
+    k = tl.load(k_pages + at, mask=held, other=0.0)
+    v = tl.load(v_pages + at, mask=held, other=0.0)
+    tl.store(k_LW + to, k.to(k_LW.dtype.element_ty), mask=(x < WIDTH)[None, :])
+    tl.store(v_LW + to, v.to(v_LW.dtype.element_ty), mask=(x < WIDTH)[None, :])
+
+
+@triton.jit
+def _block(
+    x_LW, first, column, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """Load one head of BLOCK_N copied keys or values."""
+    if DESCRIBED:
+        return x_LW.load([first, column])
+    else:
+        n = first + tl.arange(0, BLOCK_N)
+        d = tl.arange(0, BLOCK_D)
+        at = n[:, None] * WIDTH + column + d[None, :]
+        if D == BLOCK_D:
+            return tl.load(x_LW + at)
+        else:
+            return tl.load(x_LW + at, mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _fold(s_MN, v_ND, scale, peak_M, total_M, o_MD, DOT: tl.constexpr):
+    """Fold one block of scores into the running softmax: return the new peak, sum of probabilities and output."""
+    higher_M = tl.maximum(peak_M, tl.max(s_MN, 1) * scale)
+    p_MN = tl.exp2(s_MN * scale - higher_M[:, None])
+    shrink_M = tl.exp2(peak_M - higher_M)
     total_M = total_M * shrink_M + tl.sum(p_MN, 1)
-    o_MD = o_MD * shrink_M[:, None]
-    if WIDE:
-        o_MD = tl.dot(p_MN, v_ND.to(DOT), o_MD, input_precision="ieee")
-    else:  # in two parts: probabilities of 8 bits would be a second rounding of the result
-        high_MN = p_MN.to(DOT)
-        o_MD = tl.dot(high_MN, v_ND.to(DOT), o_MD)
-        o_MD = tl.dot((p_MN - high_MN.to(tl.float32)).to(DOT), v_ND.to(DOT), o_MD)
+    o_MD = tl.dot(p_MN.to(DOT), v_ND, o_MD * shrink_M[:, None], input_precision="ieee")
     return higher_M, total_M, o_MD
 
 
-@triton.jit(do_not_specialize=["row_starts", "contexts", "table", "table_row", "page_size", "shared"])
-def paged_attention_kernel(
-    q, k_pages, v_pages, out,
-    row_starts, contexts, table, table_row, page_size, shared, score_scale, v_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DOT: tl.constexpr, WIDE: tl.constexpr,
+@triton.jit(do_not_specialize=["row_starts", "contexts"])
+def prefill_attention_kernel(
+    q, k_LW, v_LW, out, row_starts, contexts, scale, v_scale,
+    SHARED: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, DOT: tl.constexpr, DESCRIBED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one sequence with the r query heads of one key/value head, over all keys.
 
-    Element m of a tile is its row m // r and head m % r.
+    Element m of a tile is its row m // r and head m % r. Blocks that all rows see come first, without a mask; every
+    row sees the first key, so no peak stays at minus infinity. Scores count in powers of two. The last rows of a
+    sequence, which have most to do, begin first.
     """
-    group = tl.program_id(1)
-    b = tl.program_id(2)
-    groups = tl.num_programs(1)
+    ROWS: tl.constexpr = BLOCK_M // SHARED
+    WIDTH: tl.constexpr = GROUPS * D
+    group, b = tl.program_id(0), tl.program_id(2)
+    start = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     first = tl.load(row_starts + b)
     n = tl.load(row_starts + b + 1) - first
-    rows = BLOCK_M // shared
-    start = tl.program_id(0) * rows
     if start >= n:
         return
     context = tl.load(contexts + b)
-    stop = context + tl.minimum(start + rows, n)
+    stop = context + tl.minimum(start + ROWS, n)
+    at = _first_key(row_starts, contexts, b)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    row = start + m // shared
-    is_row = (m < rows * shared) & (row < n)
-    real = is_row[:, None] & (d < D)[None, :]
-    at_M = (first + row).to(tl.int64) * groups * shared + group * shared + m % shared
-    q_MD = tl.load(q + at_M[:, None] * D + d[None, :], mask=real, other=0.0).to(DOT)
+    row = start + m // SHARED
+    real_MD = ((m < ROWS * SHARED) & (row < n))[:, None] & (d < D)[None, :]
+    q_at = ((first + row).to(tl.int64) * (GROUPS * SHARED) + group * SHARED + m % SHARED) * D
+    q_MD = tl.load(q + q_at[:, None] + d[None, :], mask=real_MD, other=0.0).to(DOT)
     position_M = context + tl.minimum(row, n - 1)
     peak_M = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total_M = tl.zeros((BLOCK_M,), dtype=tl.float32)
     o_MD = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    for block in range(0, stop, BLOCK_N):
-        key = block + tl.arange(0, BLOCK_N)
-        page = tl.load(table + b.to(tl.int64) * table_row + key // page_size, mask=key < stop, other=0).to(tl.int64)
-        kv_at = ((page * page_size + key % page_size) * groups + group) * D
-        k_DN = tl.load(k_pages + kv_at[None, :] + d[:, None], mask=(key < stop)[None, :] & (d < D)[:, None], other=0.0)
-        v_ND = tl.load(v_pages + kv_at[:, None] + d[None, :], mask=(key < stop)[:, None] & (d < D)[None, :], other=0.0)
-        visible_MN = key[None, :] <= position_M[:, None]
-        peak_M, total_M, o_MD = _fold(q_MD, k_DN, v_ND, visible_MN, peak_M, total_M, o_MD, score_scale, DOT, WIDE)
-    o_MD = o_MD / total_M[:, None] * v_scale
-    tl.store(out + at_M[:, None] * D + d[None, :], o_MD.to(out.dtype.element_ty), mask=real)
+    seen_by_all = (context + start + 1) // BLOCK_N * BLOCK_N
+    for key in tl.range(0, seen_by_all, BLOCK_N, num_stages=STAGES):
+        k_ND = _block(k_LW, at + key, group * D, D, BLOCK_D, BLOCK_N, WIDTH, DESCRIBED)
+        s_MN = tl.dot(q_MD, k_ND.T, input_precision="ieee")
+        v_ND = _block(v_LW, at + key, group * D, D, BLOCK_D, BLOCK_N, WIDTH, DESCRIBED)
+        peak_M, total_M, o_MD = _fold(s_MN, v_ND, scale, peak_M, total_M, o_MD, DOT)
+    for key in tl.range(seen_by_all, stop, BLOCK_N, num_stages=1):
+        k_ND = _block(k_LW, at + key, group * D, D, BLOCK_D, BLOCK_N, WIDTH, DESCRIBED)
+        s_MN = tl.dot(q_MD, k_ND.T, input_precision="ieee")
+        s_MN = tl.where((key + tl.arange(0, BLOCK_N))[None, :] <= position_M[:, None], s_MN, float("-inf"))
+        v_ND = _block(v_LW, at + key, group * D, D, BLOCK_D, BLOCK_N, WIDTH, DESCRIBED)
+        peak_M, total_M, o_MD = _fold(s_MN, v_ND, scale, peak_M, total_M, o_MD, DOT)
+    o_MD *= (v_scale / total_M)[:, None]
+    tl.store(out + q_at[:, None] + d[None, :], o_MD.to(out.dtype.element_ty), mask=real_MD)
 
 
 def attention_prefill(
@@ -110,28 +160,66 @@ def attention_prefill(
     """Write softmax(scale q k) v of the sequences' rows to their rows of `out`: the reference's semantics.
 
     Numerics: float32 rows or pages are multiplied in float32. Otherwise bf16 products, exact also for FP8 pages, are
-    summed in fp32; probabilities enter as a sum of two bf16 numbers. One rounding.
+    summed in fp32; probabilities are rounded to bf16 before they meet the values, as flash attention's are. A row's
+    bits depend on its query, its keys, and where its first row stands among the blocks of keys.
+    Nothing is read on the device. Keys are copied for as many sequences at a time as `KEYS_AT_A_TIME` holds.
     """
+    assert k_pages_PSGD.is_contiguous() and v_pages_PSGD.is_contiguous() and out_THD.is_contiguous()
+    assert k_pages_PSGD.shape == v_pages_PSGD.shape and k_pages_PSGD.shape[3] == q_THD.shape[2]
+    for run in _runs(sequences):
+        counts = [b - a for a, b in zip(run.row_starts, run.row_starts[1:], strict=False)]
+        if any(counts):
+            _attend(q_THD.contiguous(), k_pages_PSGD, v_pages_PSGD, run, counts, out_THD, scale * k_scale, v_scale)
+    return out_THD
+
+
+def _runs(sequences: Sequences) -> Iterator[Sequences]:
+    """Cut the sequences into runs whose keys may be copied together; one alone may have more."""
+    starts = sequences.row_starts
+    start, keys = 0, 0
+    for b, context in enumerate(sequences.contexts):
+        more = blocks(context + starts[b + 1] - starts[b], KEY_UNIT) * KEY_UNIT
+        if b > start and keys + more > KEYS_AT_A_TIME:
+            yield sequences.run(start, b)
+            start, keys = b, 0
+        keys += more
+    yield sequences.run(start, sequences.num_sequences) if start else sequences
+
+
+def _attend(
+    q_THD: torch.Tensor,
+    k_pages_PSGD: torch.Tensor,
+    v_pages_PSGD: torch.Tensor,
+    run: Sequences,
+    counts: list[int],
+    out_THD: torch.Tensor,
+    scale: float,
+    v_scale: float,
+) -> None:
     heads, d = q_THD.shape[1:]
     page_size, groups = k_pages_PSGD.shape[1:3]
-    assert k_pages_PSGD.is_contiguous() and v_pages_PSGD.is_contiguous() and out_THD.is_contiguous()
-    assert k_pages_PSGD.shape == v_pages_PSGD.shape and k_pages_PSGD.shape[3] == d
-    starts = sequences.row_starts
-    longest = max((b - a for a, b in zip(starts, starts[1:], strict=False)), default=0)
-    if not longest:
-        return out_THD
-    dot = dot_dtype(q_THD, k_pages_PSGD, v_pages_PSGD)
-    chosen = tile(d, heads // groups, longest, dot)
-    table = sequences.page_table_BP
-    tiles = triton.cdiv(longest, chosen["BLOCK_M"] // (heads // groups))
-    paged_attention_kernel[(tiles, groups, sequences.num_sequences)](
-        *(q_THD.contiguous(), k_pages_PSGD, v_pages_PSGD, out_THD, sequences.row_starts_B1, sequences.contexts_B),
-        *(table, table.stride(0), page_size, heads // groups, float(scale * k_scale), float(v_scale)),
-        **chosen,
-        D=d,
-        DOT=dot,
-        WIDE=dot == tl.float32,
-        num_warps=4,
-        num_stages=1,
+    width, shared, many, longest = groups * d, heads // groups, run.num_sequences, max(counts)
+    wide = torch.float32 in (q_THD.dtype, k_pages_PSGD.dtype)
+    dtype = torch.float32 if wide else torch.bfloat16  # bf16 holds every value of FP8 pages
+    block_d = max(16, triton.next_power_of_2(d))
+    shape = {"rows": longest, "vectors": triton.next_power_of_2(shared), "d": block_d, "bytes": dtype.itemsize}
+    chosen = tile("attention_prefill", shape, arch())
+    padded = [blocks(context + n, KEY_UNIT) * KEY_UNIT for context, n in zip(run.contexts, counts, strict=True)]
+    where = (run.row_starts_B1, run.contexts_B)
+    k_LW, v_LW = q_THD.new_empty(2, sum(padded), width, dtype=dtype)
+    table = run.page_table_BP
+    copy_keys_kernel[(blocks(max(padded), _COPIED), many)](
+        *(k_pages_PSGD, v_pages_PSGD, k_LW, v_LW, *where, table, table.stride(0), page_size),
+        **{"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "KEYS": _COPIED, "num_warps": 4},
     )
-    return out_THD
+    block_m, block_n, described = chosen["BLOCK_M"], chosen["BLOCK_N"], chosen["DESCRIBED"] and d == block_d
+    assert KEY_UNIT % block_n == 0 and block_m >= shared
+    keys, values = k_LW, v_LW
+    if described:
+        keys, values = (TensorDescriptor.from_tensor(x, [block_n, d]) for x in (k_LW, v_LW))
+    prefill_attention_kernel[(groups, blocks(longest, block_m // shared), many)](
+        *(q_THD, keys, values, out_THD, *where, float(scale * _LOG2_E), float(v_scale)),
+        **{"SHARED": shared, "GROUPS": groups, "D": d, "BLOCK_D": block_d, "BLOCK_M": block_m, "BLOCK_N": block_n},
+        **{"DOT": tl.float32 if wide else tl.bfloat16, "DESCRIBED": bool(described), "STAGES": chosen["num_stages"]},
+        **{name: chosen[name] for name in ("num_warps", "num_stages")},
+    )
