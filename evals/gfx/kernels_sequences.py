@@ -136,10 +136,15 @@ _PARTS = {
 _SMALL_BLOCKS = _PARTS | {
     "decode_attention_kernel:wide_loads": "a block of short heads is less than 16 bytes a lane",
 }
+_AS_LAID_OUT = {
+    "gdn_chunk_prepare_kernel:wide_stores": "a square is stored once, as the matrix instruction lays it out",
+    "gdn_chunk_scan_kernel:wide_stores": "rows are stored once, as the matrix instruction lays them out",
+}
 _QKV = "qk_norm_rope_kv_write_kernel"
 _COPY, _PREFILL = "copy_keys_kernel", "prefill_attention_kernel"
 _SPLIT, _MERGE = "decode_attention_kernel", "merge_splits_kernel"
 _SCAN, _CONV, _STEP = "gated_delta_rule_kernel", "causal_conv_kernel", "gdn_step_kernel"
+_CHUNKS = "gdn_chunk_prepare_kernel", "gdn_chunk_scan_kernel"
 _SMALL: dict[str, Any] = {"heads": 6, "kv_heads": 2, "d": 24, "page_size": 5}
 _HEADS: dict[str, Any] = {"heads": 16, "key_heads": 2, "key": 128, "value": 128}
 
@@ -200,7 +205,13 @@ TRIALS: tuple[Trial, ...] = (
         _CONV,
         compile_only=True,
     ),
-    _trial("gdn_chunk", "rows 5, 9", partial(_rule, rows=(5, 9), heads=2, key_heads=1, key=20, value=37), _SCAN),
+    _trial(
+        "gdn_chunk",
+        "rows 70, 9",
+        partial(_rule, rows=(70, 9), heads=2, key_heads=1, key=32, value=48),
+        *_CHUNKS,
+        exceptions=_AS_LAID_OUT,
+    ),
     _trial(
         "gdn_decode",
         "drafts on a copy",
@@ -215,7 +226,21 @@ TRIALS: tuple[Trial, ...] = (
         _SCAN,
         compile_only=True,
     ),
-    _trial("gdn_chunk", "2.4T heads at tp 8", partial(_rule, rows=(3,), **_HEADS), _SCAN, compile_only=True),
+    _trial(
+        "gdn_chunk",
+        "heads of 128",
+        partial(_rule, rows=(65,), heads=1, key_heads=1, key=128, value=32),
+        *_CHUNKS,
+        exceptions=_AS_LAID_OUT,
+    ),
+    _trial(
+        "gdn_chunk",
+        "2.4T heads at tp 8",
+        partial(_rule, rows=(3,), **_HEADS),
+        *_CHUNKS,
+        compile_only=True,
+        exceptions=_AS_LAID_OUT,
+    ),
     _trial(
         "gdn_extend",
         "all kinds of rows",

@@ -14,6 +14,7 @@ from rocm_serve.layers.weights import Weights
 from rocm_serve.ops.batch import ForwardBatch, Replay, Sequences, StageCache
 from rocm_serve.ops.bind import REFERENCE, BoundOps
 from rocm_serve.ops.replay import extended, keep_drafts
+from rocm_serve.ops.rows import zero_outside
 from rocm_serve.parallel.comm import Comm
 
 
@@ -127,6 +128,8 @@ class GatedDeltaNet(nn.Module):
         sequences, replay = batch.sequences, batch.replay
         if sequences.num_recurrent == sequences.num_sequences and replay is None:
             return self._step(u_TC, ba_TG, z_THV, sequences, batch.cache)
+        if not sequences.num_recurrent and replay is None:
+            return self.norm(self._read_by_prompts(u_TC, ba_TG, sequences, batch.cache), z_THV)
         if replay is not None:
             y_NHV = self._step_with_drafts(u_TC, ba_TG, z_THV, batch, replay)
             if len(y_NHV) == len(u_TC):
@@ -138,10 +141,17 @@ class GatedDeltaNet(nn.Module):
             y_THV = self._step(u_TC, ba_TG, z_THV, sequences.recurrent, batch.cache)
         prompt = sequences.prompt
         if prompt.num_sequences:
-            read_THV = self._zeros(u_TC)
-            self._advance(u_TC, ba_TG, prompt, batch.cache, read_THV)
+            read_THV = self._read_by_prompts(u_TC, ba_TG, prompt, batch.cache)
             y_THV[prompt.rows] = self.norm(read_THV[prompt.rows], z_THV[prompt.rows])
         return y_THV
+
+    def _read_by_prompts(
+        self, u_TC: torch.Tensor, ba_TG: torch.Tensor, prompt: Sequences, cache: StageCache
+    ) -> torch.Tensor:
+        """Return what rows of prompts read, [T, H, V]; rows of no sequence are zeros."""
+        read_THV = zero_outside(u_TC.new_empty(len(u_TC), self.value_heads, self.value_dim), prompt.rows)
+        self._advance(u_TC, ba_TG, prompt, cache, read_THV)
+        return read_THV
 
     def _step_with_drafts(
         self, u_TC: torch.Tensor, ba_TG: torch.Tensor, z_THV: torch.Tensor, batch: ForwardBatch, replay: Replay

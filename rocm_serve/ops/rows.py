@@ -21,6 +21,14 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
 
 
+def zero_outside(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Zero the rows of `x` before and after `rows`, which others will write; return `x`."""
+    for others in (x[: rows.start], x[rows.stop :]):
+        if len(others):
+            others.zero_()
+    return x
+
+
 def steady_(function_: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Apply an in-place elementwise function with the same bits for an element wherever it stands; return `x`.
 

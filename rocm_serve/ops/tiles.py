@@ -18,7 +18,15 @@ import msgspec
 
 from rocm_serve.config.load import environment
 from rocm_serve.ops.tiles_attention import attention_decode_tile, attention_decode_tiles
-from rocm_serve.ops.tiles_gdn import gdn_decode_tile, gdn_scan_tile, gdn_step_tile, gdn_step_tiles, gdn_tiles
+from rocm_serve.ops.tiles_gdn import (
+    gdn_chunk_tile,
+    gdn_chunk_tiles,
+    gdn_decode_tile,
+    gdn_scan_tile,
+    gdn_step_tile,
+    gdn_step_tiles,
+    gdn_tiles,
+)
 from rocm_serve.ops.tiles_linear import linear_tile, linear_tiles
 from rocm_serve.ops.tiles_moe import moe_experts_tile, moe_experts_tiles
 from rocm_serve.ops.tiles_prefill import attention_prefill_tile, attention_prefill_tiles
@@ -138,7 +146,8 @@ _watching: list[tuple[str, dict[str, int]]] | None = None
 
 RULES["attention_decode"], CANDIDATES["attention_decode"] = attention_decode_tile, attention_decode_tiles
 RULES["attention_prefill"], CANDIDATES["attention_prefill"] = attention_prefill_tile, attention_prefill_tiles
-RULES["gdn_chunk"], CANDIDATES["gdn_chunk"] = gdn_scan_tile, gdn_tiles
+RULES["gdn_chunk"], CANDIDATES["gdn_chunk"] = gdn_chunk_tile, gdn_chunk_tiles
+RULES["gdn_scan"], CANDIDATES["gdn_scan"] = gdn_scan_tile, gdn_tiles
 RULES["gdn_decode"], CANDIDATES["gdn_decode"] = gdn_decode_tile, gdn_tiles
 RULES["gdn_step"], CANDIDATES["gdn_step"] = gdn_step_tile, gdn_step_tiles
 RULES["gdn_step_drafts"], CANDIDATES["gdn_step_drafts"] = gdn_scan_tile, gdn_tiles

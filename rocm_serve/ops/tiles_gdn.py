@@ -19,6 +19,26 @@ def gdn_decode_tile(shape: Shape, arch: str) -> Tile:
     return _state_tile(shape, 2048 if heads <= 64 else 4096)
 
 
+def gdn_chunk_tile(shape: Shape, arch: str) -> Tile:
+    """Cut heads small while they are few, so that every unit carries some value dimensions through a prompt."""
+    values, heads = 64, shape["rows"] * shape["heads"]
+    while values > 16 and (heads * -(-shape["v"] // values) < 128 or values >= 2 * shape["v"]):
+        values //= 2
+    return {"BV": values, "num_warps": 4, "num_stages": 3 if arch.startswith("sm_") else 1, "prepare_warps": 4}
+
+
+def gdn_chunk_tiles(shape: Shape, arch: str) -> list[Tile]:
+    """List parts of a head of 16 value dimensions and more. Loops that are not pipelined went wrong on sm_90."""
+    stages = (2, 3, 4) if arch.startswith("sm_") else (1, 2)
+    return [
+        {"BV": values, "num_warps": warps, "num_stages": depth, "prepare_warps": 4}
+        for values in (16, 32, 64, 128)
+        for warps in (4, 8)
+        for depth in stages
+        if values <= max(16, _power_of_two(shape["v"]))
+    ]
+
+
 def gdn_scan_tile(shape: Shape, arch: str) -> Tile:
     return _state_tile(shape, 4096)
 

@@ -96,7 +96,7 @@ def _triton(op: str, facts: OpFacts) -> list[ShapeTuning]:
     if op == "attention_decode":
         groups, d = facts.kv_heads, facts.head_dim
         return [ShapeTuning(f"{groups} heads of {d}", rows(groups=groups, d=1 << max(d - 1, 0).bit_length()))]
-    if op in ("gdn_step", "gdn_decode"):
+    if op in ("gdn_step", "gdn_decode", "gdn_chunk"):
         heads, k, v = facts.value_heads, facts.key_dim, facts.value_dim
         return [ShapeTuning(f"{heads} heads of {k} and {v}", rows(heads=heads, k=k, v=v))]
     if op == "linear":

@@ -148,7 +148,7 @@ def gdn_chunk(g: G) -> list[float]:
 
 
 def gdn_chunk_in_chunks(g: G) -> list[float]:
-    """Sub-chunks of 64, which float32 rows are not given elsewhere. A row that forgets all stands among long memories."""
+    """Sub-chunks of 64, which float32 rows are not given elsewhere; a row that forgets all among long memories."""
     chunk = importlib.import_module("rocm_serve.ops.gdn_chunk.triton")
     sizes: dict[str, Any] = {"heads": 2, "key_heads": 1, "key": 20, "value": 37}
     forgetting: dict[str, Any] = gdn_case(g, F32, rows=(30,), heads=1, key_heads=1, key=16, value=16, decay=-5.0)

@@ -6,7 +6,7 @@ import pytest
 
 from rocm_serve.ops import tiles
 
-KERNELS = ("gdn_chunk", "gdn_decode", "gdn_step", "gdn_step_drafts")
+KERNELS = ("gdn_scan", "gdn_decode", "gdn_step", "gdn_step_drafts")
 SHAPES = [
     {"rows": rows, "heads": heads, "k": k, "v": v}
     for rows in (1, 16, 256)
@@ -22,6 +22,17 @@ def test_every_tile_has_powers_of_two_that_a_head_can_be_cut_into(kernel: str, a
             assert all(size & (size - 1) == 0 < size for size in tile.values()), tile
             assert tile["KL"] <= 2 * shape["k"] and tile["BV"] < 2 * shape["v"], (shape, tile)
             assert tile["num_warps"] * 32 <= 1024 and ("maxnreg" in tile) <= arch.startswith("sm_")
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
+def test_tiles_of_prompts_fit_matrix_instructions(arch: str) -> None:
+    for shape in SHAPES[:-1]:
+        found = tiles.candidates("gdn_chunk", shape, arch)
+        for tile in found:
+            assert all(tile[name] & (tile[name] - 1) == 0 for name in ("BV", "num_warps", "prepare_warps")), tile
+            assert 16 <= tile["BV"] <= max(16, 2 * shape["v"] - 1) and tile["num_warps"] >= 4
+            assert arch.startswith("sm_") or tile["num_stages"] <= 2
+        assert len(found) == len({tuple(sorted(tile.items())) for tile in found}) > 2
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])

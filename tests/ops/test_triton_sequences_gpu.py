@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -139,6 +140,57 @@ def test_the_scan_of_a_long_prompt_beside_others(dtype: torch.dtype) -> None:
         dtype,
         float32=2e-5,  # the chunked reference solves systems of 64 rows: its own bound
     )
+
+
+@pytest.mark.parametrize("decay", [-6.0, -3.0, 0.0, 3.0])
+def test_prompts_that_remember_and_prompts_that_forget(decay: float) -> None:
+    sizes: dict[str, int] = {"heads": 8, "key_heads": 4, "key": 128, "value": 128}
+    judge("gdn_chunk", lambda g: gdn_case(g, torch.bfloat16, rows=(2100,), decay=decay, **sizes), torch.bfloat16)
+
+
+def test_many_short_prompts_and_odd_heads() -> None:
+    sizes: dict[str, int] = {"heads": 4, "key_heads": 2, "key": 128, "value": 128}
+    rows = (128, 1, 0, 63, 65) * 14
+    judge("gdn_chunk", lambda g: gdn_case(g, torch.bfloat16, rows=rows, first_row=7, **sizes), torch.bfloat16)
+    odd: dict[str, int] = {"heads": 3, "key_heads": 1, "key": 40, "value": 70}
+    judge("gdn_chunk", lambda g: gdn_case(g, torch.bfloat16, rows=(130, 5), **odd), torch.bfloat16)
+
+
+def test_values_that_float16_does_not_hold() -> None:
+    def build(g: torch.Generator) -> Arguments:
+        made = gdn_case(g, torch.bfloat16, rows=(200,), heads=4, key_heads=2, key=128, value=128)
+        for name in ("v_THV", "state"):
+            value = made[name]
+            assert isinstance(value, torch.Tensor)
+            value *= 1e8
+        return made
+
+    judge("gdn_chunk", build, torch.bfloat16)
+
+
+def test_a_prompt_has_the_same_bits_alone_among_others_and_cut_between_chunks() -> None:
+    g = torch.Generator().manual_seed(seed := secrets.randbits(31))
+    made = on_gpu(gdn_case(g, torch.bfloat16, rows=(70, 300, 9), heads=16, key_heads=2, key=128, value=128))
+    whole, parts = copied(made), copied(made)
+    tile = tiles.by_rule("gdn_chunk", {"rows": 1, "heads": 16, "k": 128, "v": 128}, "sm_90")
+    with tiles.forced("gdn_chunk", tile):
+        in_chunks_and_at_once(made, whole, parts)
+    for name in ("out_THV", "state"):
+        assert torch.equal(whole[name], parts[name]), f"gdn_chunk, {name}, seed {seed}"
+
+
+def in_chunks_and_at_once(made: dict[str, Any], whole: dict[str, Any], parts: dict[str, Any]) -> None:
+    triton("gdn_chunk")(**whole)
+    for b in (2, 0, 1):
+        first, last = made["sequences"].row_starts[b : b + 2]
+        cuts = (first, *range(first + 64, last, 128), last)
+        for start, stop in itertools.pairwise(cuts):
+            piece = replace(
+                alone(made["sequences"], b),
+                row_starts=(start, stop),
+                row_starts_B1=torch.tensor([start, stop], dtype=torch.int32, device="cuda"),
+            )
+            triton("gdn_chunk")(**(parts | {"sequences": piece}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -283,6 +283,33 @@ def _packed_halves(i: Instruction) -> Effect:
     return effect
 
 
+@means("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
+def _mixed(i: Instruction) -> Effect:
+    """Multiply and add fp32 numbers and halves, which op_sel_hi names; the result in fp32, or as one half of a word."""
+    sources = Sources(i)
+    half, upper = i.numbers("op_sel_hi", 0, 3), i.numbers("op_sel", 0, 3)
+    wide = [sources.read(k, "f") for k in range(3)]
+
+    def narrow(w: Wave, k: int) -> Vector:
+        operand = i.operands[k + 1]
+        bits = operand.vector(w) >> U32(16) if upper[k] else operand.vector(w)
+        x = low_half(bits).view(F16).astype(F32)
+        x = np.abs(x) if operand.absolute else x
+        return -x if operand.negative else x
+
+    def effect(w: Wave) -> None:
+        total = fma32(*[narrow(w, k) if half[k] else wide[k](w) for k in range(3)])
+        into = i.operands[0].i
+        if i.name == "v_fma_mix_f32":
+            w.write(into, total.view(U32), w.active())
+            return
+        bits, kept = total.astype(F16).view(U16).astype(U32), w.v[into]
+        low = i.name == "v_fma_mixlo_f16"
+        w.write(into, (kept & U32(0xFFFF0000)) | bits if low else (kept & U32(0xFFFF)) | (bits << U32(16)), w.active())
+
+    return effect
+
+
 @means("v_permlane32_swap_b32", "v_permlane16_swap_b32")
 def _swap_lanes(i: Instruction) -> Effect:
     size = 32 if "32_swap" in i.name else 16
@@ -319,9 +346,12 @@ def _from_fp8(i: Instruction) -> Effect:
 
     def effect(w: Wave) -> None:
         bits = read(w) >> U32(16) if upper and pair else read(w)
-        w.write(destination, values[bits & U32(255)], w.active())
+        low, high = (
+            values[(bits >> U32(shift)) & U32(255)] for shift in (0, 8)
+        )  # the register may be read and written
+        w.write(destination, low, w.active())
         if pair:
-            w.write(destination + 1, values[(bits >> U32(8)) & U32(255)], w.active())
+            w.write(destination + 1, high, w.active())
 
     return effect
 

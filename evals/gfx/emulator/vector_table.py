@@ -106,6 +106,10 @@ def _middle(a: Vector, b: Vector, c: Vector) -> Vector:
     return np.asarray(np.sort(np.stack([a, b, c]), 0)[1])
 
 
+def _half_bits(x: Vector) -> Vector:
+    return x.astype(F16).view(U16).astype(U32)
+
+
 def _in_f64(function: Function) -> Function:
     def rounded(a: Vector) -> Vector:
         wide: Vector = function(a.astype(F64))
@@ -172,6 +176,7 @@ TABLE: dict[str, tuple[str, str, Function]] = {
     "cvt_f16_f32": ("h", "f", lambda a: a.astype(F16)),
     "cvt_f32_bf16": ("f", "u", from_bf16),
     "cvt_pk_bf16_f32": ("u", "ff", lambda a, b: to_bf16(a) | (to_bf16(b) << U32(16))),
+    "cvt_pk_f16_f32": ("u", "ff", lambda a, b: _half_bits(a) | (_half_bits(b) << U32(16))),
     "cvt_pkrtz_f16_f32": ("u", "ff", lambda a, b: to_f16_towards_zero(a) | (to_f16_towards_zero(b) << U32(16))),
     "pack_b32_f16": ("u", "uu", lambda a, b: (a & U32(0xFFFF)) | (b << U32(16))),
     # bits

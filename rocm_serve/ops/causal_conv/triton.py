@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from rocm_serve.ops.batch import Sequences
+from rocm_serve.ops.rows import zero_outside
 
 _ROWS = 16
 _COLUMNS = 128
@@ -60,9 +61,10 @@ def causal_conv_kernel(
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for j in tl.static_range(TAPS):
         at = (row + j - (TAPS - 1))[:, None]  # the row that tap j meets; before 0 it lies in the window
-        new = tl.load(u_at + at.to(tl.int64) * u_row + column[None, :], mask=real & (at >= 0), other=0.0)
-        old = tl.load(window_at + (at + TAPS - 1) * channels + column[None, :], mask=real & (at < 0), other=0.0)
-        x = tl.where(at >= 0, new, old.to(u.dtype.element_ty))
+        x = tl.load(u_at + at.to(tl.int64) * u_row + column[None, :], mask=real & (at >= 0), other=0.0)
+        if start == 0:  # later tiles begin with more rows than taps before them
+            old = tl.load(window_at + (at + TAPS - 1) * channels + column[None, :], mask=real & (at < 0), other=0.0)
+            x = tl.where(at >= 0, x, old.to(u.dtype.element_ty))
         w = tl.load(weight + column * TAPS + j, mask=exists, other=0.0).to(tl.float32)
         total += x.to(tl.float32) * w[None, :]
     y_at = (first + row).to(tl.int64)[:, None] * channels + column[None, :]
@@ -89,7 +91,10 @@ def causal_conv(
     assert u_TC.stride(1) == 1 and weight_CK.is_contiguous(), "the channels of a row lie one after the other"
     assert state.is_contiguous()
     assert taps - 1 <= _ROWS, f"{taps} taps, the kernel takes up to {_ROWS + 1}"
-    y_TC = torch.zeros((rows, channels), dtype=u_TC.dtype, device=u_TC.device)
+    if sequences.num_recurrent:  # a captured step may have fewer rows when it is replayed
+        y_TC = torch.zeros((rows, channels), dtype=u_TC.dtype, device=u_TC.device)
+    else:
+        y_TC = zero_outside(torch.empty((rows, channels), dtype=u_TC.dtype, device=u_TC.device), sequences.rows)
     longest = max((b - a for a, b in zip(sequences.row_starts, sequences.row_starts[1:], strict=False)), default=0)
     if longest:
         grid = (triton.cdiv(longest, _ROWS), triton.cdiv(channels, _COLUMNS), sequences.num_sequences)

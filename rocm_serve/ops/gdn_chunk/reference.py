@@ -14,6 +14,7 @@ from rocm_serve.ops.gdn import gates, unit
 from rocm_serve.ops.rows import steady_
 
 CHUNK = 64
+FORGOTTEN = -104.0  # exp of it is zero in fp32: less would only cost the sums behind it their last digits
 
 
 def gdn_chunk(
@@ -75,7 +76,7 @@ def _advance(
     q, k, v, g, beta = (_cut(x) for x in (q_nhK, k_nhK, v_nHV, g_nH, beta_nH))
     c, key_heads, _, key = k.shape
     r = heads // key_heads
-    grown = g.cumsum(-1)
+    grown = g.clamp_min(FORGOTTEN).cumsum(-1)
     hidden = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     d_cHij = steady_(torch.exp_, (grown[..., :, None] - grown[..., None, :]).masked_fill_(hidden, float("-inf")))
     to_end = steady_(torch.exp_, grown[..., -1:] - grown)[..., None]

@@ -32,9 +32,15 @@ def unit(x, L2: tl.constexpr, SCALE: tl.constexpr):
 
 
 @triton.jit
+def log_decay(gate, a_log, dt_bias):
+    """Return g <= 0: a state decays by exp(g) in one row."""
+    return -tl.exp(a_log.to(tl.float32)) * _softplus(gate.to(tl.float32) + dt_bias.to(tl.float32))
+
+
+@triton.jit
 def decay_of(gate, a_log, dt_bias):
     """Return exp(g), by which a state decays in one row."""
-    return tl.exp(-tl.exp(a_log.to(tl.float32)) * _softplus(gate.to(tl.float32) + dt_bias.to(tl.float32)))
+    return tl.exp(log_decay(gate, a_log, dt_bias))
 
 
 @triton.jit

@@ -102,6 +102,22 @@ def test_fused_products_are_rounded_once(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(step(w, "v_fmac_f32_e32 v0, v1, v2").v[0].view(F32), expected)
 
 
+def test_halves_and_words_are_multiplied_and_added_together(rng: np.random.Generator) -> None:
+    a, b, old = rng.standard_normal(64).astype(F32), rng.standard_normal(64).astype(F32), words(rng)
+    halves = rng.standard_normal((64, 2)).astype(np.float16)
+    w = vectors(wave(), {0: old, 1: a, 2: b, 3: halves.view(U32).reshape(64)})
+    total = (
+        torch.from_numpy(a).double() * torch.from_numpy(halves[:, 1]).double() - torch.from_numpy(b).double()
+    ).float()
+    half = total.half().numpy().view(np.uint16).astype(U32)
+    mixed = "v1, v3, -v2 op_sel:[0,1,0] op_sel_hi:[0,1,0]"
+    np.testing.assert_array_equal(step(w, f"v_fma_mix_f32 v4, {mixed}").v[4].view(F32), total.numpy())
+    np.testing.assert_array_equal(step(w, f"v_fma_mixlo_f16 v0, {mixed}").v[0], old & 0xFFFF0000 | half)
+    np.testing.assert_array_equal(step(w, f"v_fma_mixhi_f16 v0, {mixed}").v[0], half << 16 | half)
+    pair = np.stack([a, b], 1).astype(np.float16).view(U32).reshape(64)
+    np.testing.assert_array_equal(step(w, "v_cvt_pk_f16_f32 v5, v1, v2").v[5], pair)
+
+
 def test_carries_of_lanes(rng: np.random.Generator) -> None:
     a, b = words(rng), words(rng)
     w = vectors(wave(), {1: a, 2: b, 3: a, 4: b})
