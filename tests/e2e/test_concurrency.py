@@ -1,4 +1,4 @@
-"""Many clients at once on TP2 x PP2: each answer has the bits of its alone run, and nothing is left behind."""
+"""Many clients at once, on TP2 x PP2 or ahead of tokens: each answer has the bits of its alone run; nothing is left."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ LIMITS = ("--max-running-requests", 40, "--page-size", 4, "--max-total-tokens", 
 Body = dict[str, Any]
 
 
-def mixed_bodies(rng: random.Random, vocab: int) -> list[Body]:
-    """Prompts of 1 to 100 ids, most of them short; greedy and seeded, filtered and penalised, scored and not."""
+def mixed_bodies(rng: random.Random, vocab: int, hosted_from: int = 0) -> list[Body]:
+    """Prompts of 1 to 100 ids, most of them short; greedy and seeded, filtered and penalised, scored and not.
+
+    Before number `hosted_from` none is scored or penalised.
+    """
     bodies = []
     for i in range(REQUESTS):
         length = rng.randint(70, 100) if i % 16 == 15 else rng.randint(1, 14)
@@ -40,12 +43,12 @@ def mixed_bodies(rng: random.Random, vocab: int) -> list[Body]:
             "temperature": 0 if i % 3 == 0 else 1.0,
             "seed": i,
             "ignore_eos": i % 5 != 0,
-            "logprobs": 3 if i % 2 else None,
+            "logprobs": 3 if i % 2 and i >= hosted_from else None,
             "echo": i % 4 == 1,
         }
         if i % 3 == 1:
             body |= {"top_p": 0.9, "top_k": 50}
-        if i % 7 == 2:
+        if i % 7 == 2 and i >= hosted_from:
             body |= {"repetition_penalty": 1.2, "presence_penalty": 0.5}
         if i % 11 == 3:
             body |= {"n": 2}
@@ -87,12 +90,20 @@ def until(server: Server, holds: Callable[[dict[str, float]], bool], seconds: fl
 
 
 @pytest.mark.timeout(600)
-def test_64_mixed_requests_have_the_bits_of_their_alone_runs(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["stages", "ahead"])
+def test_64_mixed_requests_have_the_bits_of_their_alone_runs(
+    checkpoints: dict[str, Path], tmp_path: Path, ahead: bool
+) -> None:
+    """Planned ahead: with one stage, until the last eight come, which need the host for every step."""
     rng, seed = random.Random(20), secrets.randbits(32)
     print(f"asked again by seed {seed}")
     flags = [str(word) for word in (*FLAGS, *LIMITS)]
+    trace = tmp_path / "trace"
+    if ahead:
+        flags[flags.index("--pp") + 1] = "1"
+        flags += ["--plan-ahead", "on", "--trace", str(trace)]
     with Server(checkpoints["text-fp8"], tmp_path, flags) as server:
-        bodies = mixed_bodies(rng, vocab=2000)
+        bodies = mixed_bodies(rng, 2000, REQUESTS - 8 if ahead else 0)
         given_up = {i for i in range(REQUESTS) if i % (REQUESTS // ABORTED) == 6}
         streams = {i for i in range(REQUESTS) if i % 8 == 4 and not bodies[i]["echo"]}
 
@@ -125,6 +136,9 @@ def test_64_mixed_requests_have_the_bits_of_their_alone_runs(checkpoints: dict[s
                 assert crowd[i] == [choice["text"] for choice in expected], f"request {i}, streamed"
             else:
                 assert crowd[i] == expected, f"request {i}"
+    if ahead:
+        depths = [step.in_flight for step in read_trace(trace / "core.jsonl", StepTrace)]
+        assert depths.count(2) > len(depths) / 4, f"{depths.count(2)} of {len(depths)} steps were planned ahead"
 
 
 def busy_in_both(stages: list[list[StageTrace]], seqs: range) -> int:
