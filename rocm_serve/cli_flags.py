@@ -41,7 +41,7 @@ HELP: Mapping[str, str] = MappingProxyType(
         "kv_cache_dtype": "Of cached keys and values.",
         "fp8_activation": "What FP8 weights meet; auto: bf16 on a CPU, fp8_1x128 on GPUs.",
         "page_size": "Tokens of a KV page.",
-        "chunked_prefill_size": "Prompt rows of a step.",
+        "chunked_prefill_size": "Prompt rows of a step; by card, model and memory if not given.",
         "max_running_requests": "Requests computed at a time.",
         "max_queued_requests": "Requests that may wait; then 429.",
         "max_model_len": "Longest sequence; else what the model allows.",

@@ -112,7 +112,7 @@ def decide(
         "--expert-exchange",
         facts.architecture,
         promised_fp8(facts, "model.layers.0.mlp.experts.0.down_proj.weight"),
-        greatest_rows(config.chunked_prefill_size, rows_of_a_request(config) * config.max_running_requests, config.tp),
+        _sent_rows(config),
     )
     _check(main, config, facts, device, activation, notes)
     draft = _draft(config, facts, name)
@@ -175,6 +175,13 @@ def moe_shape(facts: ModelFacts) -> MoeShape:
     )
 
 
+def _sent_rows(config: ServeConfig) -> int:
+    assert config.chunked_prefill_size is not None, "decided before"
+    return greatest_rows(
+        config.chunked_prefill_size, rows_of_a_request(config) * config.max_running_requests, config.tp
+    )
+
+
 def _draft(config: ServeConfig, facts: ModelFacts, main: ExchangeName) -> _Chosen | None:
     wish = config.speculative_expert_exchange
     if not facts.mtp_layers or not facts.is_moe:
@@ -186,7 +193,7 @@ def _draft(config: ServeConfig, facts: ModelFacts, main: ExchangeName) -> _Chose
         "--expert-exchange" if wish == "inherit" else "--speculative-expert-exchange",
         facts.architecture + DRAFT,
         promised_fp8(facts, "mtp.layers.0.mlp.experts.0.down_proj.weight"),
-        greatest_rows(config.chunked_prefill_size, rows_of_a_request(config) * config.max_running_requests, config.tp),
+        _sent_rows(config),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from rocm_serve.config import ahead, all_reduce, drafting, experts, graphs
+from rocm_serve.config import ahead, all_reduce, chunk, drafting, experts, graphs
 from rocm_serve.config.aliases import foreign_variables
 from rocm_serve.config.launcher import MAX_PORT, Membership, join_address, membership, split_address
 from rocm_serve.config.load import flag_name
@@ -42,13 +42,14 @@ def check_wishes(config: ServeConfig) -> None:
     """
     _within(config, "port", 0, MAX_PORT)
     _within(config, "seed", 0, MAX_SEED)
-    for field in ("tp", "pp", "ep", "nnodes", "dist_timeout", "watchdog_timeout", "chunked_prefill_size", "page_size"):
+    for field in ("tp", "pp", "ep", "nnodes", "dist_timeout", "watchdog_timeout", "page_size"):
         _within(config, field, 1, None)
     for field in (
         "max_running_requests",
         "max_queued_requests",
         "max_model_len",
         "max_total_tokens",
+        "chunked_prefill_size",
         "expert_capacity",
     ):
         if getattr(config, field) is not None:
@@ -132,8 +133,8 @@ def resolve(
     _check_fp8(config, facts, device, platform)
     _check_vocabulary(vocab_used, facts)
     dtype = _dtype(config, facts, device, reasons)
+    config = _with_memory(config, facts, platform, device, dtype, reasons)
     max_model_len = _max_model_len(config, facts, reasons)
-    check_total_tokens(config.max_total_tokens, config.page_size, max_model_len)
     arch = "cpu" if device == "cpu" else platform.arch
     preferred, unmet = _attention(config, arch, reasons)
     activation = _fp8_activation(config, facts, arch, reasons)
@@ -148,7 +149,6 @@ def resolve(
         **experts.decide(config, facts, device, activation, reasons, unmet),
         **drafting.decide(config, facts, max_model_len, reasons, unmet),
         "max_model_len": max_model_len,
-        "mem_fraction": _mem_fraction(config, device, reasons),
         "vocab_size": facts.vocab_size,
         "vocab_used": vocab_used,
         "eos_token_ids": facts.eos_token_ids,
@@ -258,12 +258,28 @@ def _fp8_activation(config: ServeConfig, facts: ModelFacts, arch: str, reasons: 
 
 
 def _max_model_len(config: ServeConfig, facts: ModelFacts, reasons: dict[str, str]) -> int:
-    if config.max_model_len is None:
+    length = config.max_model_len
+    if length is None:
         reasons["max_model_len"] = "auto: the positions that config.json allows"
-        return facts.max_position
-    if config.max_model_len > facts.max_position:
-        raise UserError(f"--max-model-len {config.max_model_len}: the model allows 1..{facts.max_position} positions")
-    return config.max_model_len
+        length = facts.max_position
+    if length > facts.max_position:
+        raise UserError(f"--max-model-len {length}: the model allows 1..{facts.max_position} positions")
+    check_total_tokens(config.max_total_tokens, config.page_size, length)
+    return length
+
+
+def _with_memory(
+    config: ServeConfig,
+    facts: ModelFacts,
+    platform: Platform,
+    device: DeviceName,
+    dtype: DtypeName,
+    reasons: dict[str, str],
+) -> ServeConfig:
+    """Decide the share of memory, and the prompt rows of a step that fit into what is left of it."""
+    share = _mem_fraction(config, device, reasons)
+    rows = chunk.decide(config, facts, platform, device, share, 4 if dtype == "float32" else 2, reasons)
+    return msgspec.structs.replace(config, mem_fraction=share, chunked_prefill_size=rows)
 
 
 def _mem_fraction(config: ServeConfig, device: DeviceName, reasons: dict[str, str]) -> float:

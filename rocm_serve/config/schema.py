@@ -49,7 +49,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     fp8_activation: Auto | Fp8ActivationName = "auto"  # what FP8 weights are multiplied with
     all_reduce: Auto | AllReduceName = "auto"
     page_size: int = 16
-    chunked_prefill_size: int = 512
+    chunked_prefill_size: int | None = None  # prompt rows of a step; None: see config/chunk.py
     max_running_requests: int = 64
     max_queued_requests: int = 4096
     max_model_len: int | None = None  # None: what the model allows

@@ -6,12 +6,13 @@ hosts, nothing that the host must know. executor/decode.py says what goes in and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 
 from rocm_serve.ops.bind import REFERENCE, Binding
+from rocm_serve.ops.contract import Provider
 from rocm_serve.parallel.comm import Comm
 from rocm_serve.parallel.exchange.contract import ExpertExchange
 
@@ -26,6 +27,7 @@ _NOT_CALLED = frozenset(
     ("attention_prefill", "gdn_chunk", "log_sum_exp")  # not in decode steps
     + ("gdn_step", "qk_norm_rope_kv_write")  # by reference, layers call their parts instead
 )
+_WITH_PROMPTS = ("attention_prefill", "causal_conv", "gdn_chunk", "moe_experts")
 _WARM_UP_RUNS = 2  # before recording: compiled kernels, handles and workspaces are there then
 
 
@@ -94,6 +96,12 @@ def refusal(report: Sequence[Binding], comm: Comm, exchanges: Iterable[ExpertExc
         return f"{', '.join(walking)} by reference reads the batch on the host"
     reasons = (comm.graph_refusal, *(exchange.graph_refusal for exchange in exchanges))
     return next((why for why in reasons if why is not None), None)
+
+
+def prompt_refusal(providers: Mapping[str, Provider]) -> str | None:
+    """Say why steps with rows of a prompt cannot be captured; None: they can, where steps can be captured at all."""
+    others = [op for op in _WITH_PROMPTS if providers[op].name != "triton"]
+    return f"{', '.join(others)}: only those by triton ask the host for nothing" if others else None
 
 
 def _walks(op: str) -> bool:

@@ -15,7 +15,7 @@ from rocm_serve.checkpoint.ledger import stage_catalogue
 from rocm_serve.checkpoint.load import Progress, dummy_fill, load_stage
 from rocm_serve.checkpoint.reader import CheckpointReader, read_config
 from rocm_serve.config.experts import expert_plan
-from rocm_serve.config.graphs import AUTO_MOST, batch_sizes, verified_sizes
+from rocm_serve.config.graphs import AUTO_MOST, batch_sizes, prompt_sizes, verified_sizes
 from rocm_serve.config.load import environment
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor import graphs, memory
@@ -26,6 +26,7 @@ from rocm_serve.executor.experts import StageExperts, build_exchanges
 from rocm_serve.executor.inputs import RequestTable
 from rocm_serve.executor.launched import Fetch
 from rocm_serve.executor.probe_node import NodeProber, cache_folder, machine_key
+from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageModel, StageRunner
 from rocm_serve.executor.sampler import Sampler
 from rocm_serve.executor.speculative import DraftHead
@@ -113,7 +114,30 @@ class LoadedStage:
             drafter = DraftHead(self.model.mtp, sampler, table, cache, self.device, multiple)
         parts = (self.model, self.coord, cache, table, sampler, self.device, multiple)
         newest_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device) if self.plans_ahead else None
-        return StageRunner(*parts, drafter, decode, upload, newest_S, Fetch(self.device))
+        prompts = None
+        if self.graph_refusal is None:
+            prompts = self.prompt_steps(cache, num_slots, recorder)
+        return StageRunner(*parts, drafter, decode, upload, newest_S, Fetch(self.device), prompts)
+
+    def prompt_steps(self, cache: StageCache, num_slots: int, recorder: graphs.Recorder) -> PromptSteps | None:
+        """Make the steps with rows of one prompt, None where there are none. Sizes are the same without graphs."""
+        resolved = self.resolved
+        rows = prompt_sizes(memory.prompt_rows(resolved))
+        if not rows or graphs.prompt_refusal(self.ops.providers) is not None:
+            return None
+        return PromptSteps(
+            self.model,
+            cache,
+            decodes=tuple(sorted({min(count, num_slots) for count in memory.prompt_counts(resolved)})),
+            rows=rows,
+            captured=resolved.graph_max_batch > 0,
+            recorder=recorder,
+            max_model_len=resolved.max_model_len,
+            hidden_size=None if self.coord.first_stage else self.facts.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+            row_multiple=memory.row_multiple(resolved),
+        )
 
     def decode_steps(
         self, cache: StageCache, table: RequestTable, sampler: Sampler | None, num_slots: int, recorder: graphs.Recorder
@@ -178,10 +202,13 @@ class LoadedStage:
             log.info("rank %d: decode steps of %d requests captured, %.1f s", rank, size, time.monotonic() - started)
 
         most = runner.decode.capture(progress)
+        prompts = 0 if runner.prompts is None else runner.prompts.capture(lambda rows: moved())
         taken, planned = memory.human(before - self._free_bytes()), memory.human(self.graph_bytes)
         said = f"captured in {time.monotonic() - started:.1f} s, {taken} (planned {planned})"
         if isinstance(runner.decode, DraftSteps):
             said += f"; with drafts up to {runner.decode.most_verified}"
+        if prompts:
+            said += f"; with prompts of up to {prompts} rows"
         log.info("rank %d: device graphs of decode steps up to %d requests: %s", rank, most, said)
         return WorkerReady(rank, most, said)
 

@@ -11,6 +11,7 @@ from math import prod
 import msgspec
 
 from rocm_serve.cache.layout import CACHE_ITEMSIZE, StageLayout, stage_layout
+from rocm_serve.config import chunk, graphs
 from rocm_serve.config.ahead import in_effect
 from rocm_serve.config.graphs import batch_sizes, verified_sizes
 from rocm_serve.config.load import FIELDS, flag_name
@@ -21,6 +22,7 @@ from rocm_serve.executor import experts_memory
 from rocm_serve.messages import EffectiveLimits, WorkerLoaded, WorkerReady
 from rocm_serve.models.qwen3_5.spec import ModelFacts, stage_layers
 from rocm_serve.ops.comm import AITER_MAX_BYTES, AITER_STAGING_BUFFERS
+from rocm_serve.ops.tiles_prefill import copied_keys
 from rocm_serve.parallel.layout import Param, bytes_at, shape_at
 from rocm_serve.parallel.mesh import Coord, Mesh
 
@@ -83,17 +85,17 @@ def step_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, res
     Rows: `chunked_prefill_size` of them, each with a few streams of the hidden size and the widest inner layer in
     float32, or what the routed experts take if that is more. The last stage adds the logits of every running request
     and of one slice of scored prompt rows, with the copies that sorting them takes. In bfloat16 the CPU's linear layers
-    hold one weight in float32. Rows on their way to experts come on top, and those between stages: `pp + 1` messages
-    that leave, `pp` that were asked for.
+    hold one weight in float32. Rows on their way to experts come on top, keys copied from their pages, and rows between
+    stages: `pp + 1` messages that leave, `pp` that were asked for.
     """
     shapes = {name: shape_at(p, coord.place) for name, p in params.items() if not name.endswith("embed_tokens.weight")}
     matrices = {name: shape for name, shape in shapes.items() if len(shape) >= 2}
-    # The head's rows are the logits, which are counted by themselves.
-    widest = max((shape[-2] for name, shape in matrices.items() if name != "lm_head.weight"), default=0)
     rows = step_rows(resolved)
     experts = experts_memory.step_workspace(params, facts, coord.place, resolved, rows, row_multiple(resolved))
-    inner = max(rows * 4 * 3 * widest * max(1, facts.top_k), experts)
-    total = rows * 4 * 6 * facts.hidden_size + inner + experts_memory.step_staging(params, facts, resolved, rows)
+    streams = rows * chunk.row_bytes(0, facts)
+    inner = max(rows * chunk.row_bytes(chunk.widest(params, coord.place), facts) - streams, experts)
+    total = streams + inner + experts_memory.step_staging(params, facts, resolved, rows)
+    total += copied_keys_bytes(facts, coord, resolved)
     if coord.last_stage:
         vocab_local = -(-facts.vocab_size // coord.mesh.tp)
         total += (3 * padded(decode_rows(resolved), CPU_ROW_MULTIPLE) + 2 * SCORED_ROWS) * vocab_local * 4
@@ -102,6 +104,15 @@ def step_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, res
     pp = coord.mesh.pp
     messages = (0 if coord.last_stage else pp + 1) + (0 if coord.first_stage else pp)
     return total + messages * rows * facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
+
+
+def copied_keys_bytes(facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
+    """Bytes of keys and values that attention of prompt rows by Triton copies from their pages, of one layer."""
+    layout = layout_of(facts, coord, resolved)
+    if resolved.device == "cpu" or not resolved.chunked_prefill_size or not layout.kv_layers:
+        return 0
+    keys = copied_keys(resolved.max_model_len, resolved.max_running_requests)
+    return 2 * keys * layout.kv_heads * layout.head_dim * CACHE_ITEMSIZE[resolved.dtype]
 
 
 def step_rows(resolved: Resolved) -> int:
@@ -164,7 +175,7 @@ def summing_bytes(resolved: Resolved) -> int:
 
 
 def graph_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
-    """Estimate device graphs of decode steps: one pool for the largest, what each leaves for others, and their nodes.
+    """Estimate device graphs of steps of fixed sizes: one pool for the largest, what each leaves, and their nodes.
 
     Steps of all sizes share the pool, but what a step leaves behind (logits, or rows for the next stage) has its own.
     """
@@ -181,7 +192,27 @@ def graph_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, re
     left = facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
     if coord.last_stage:
         left += 4 * -(-facts.vocab_size // coord.mesh.tp)
-    return step_bytes(params, facts, coord, decode) + sum(rows) * left + len(rows) * nodes * GRAPH_NODE_BYTES
+    prompts = [
+        many + count for count in prompt_counts(resolved) for many in graphs.prompt_sizes(prompt_rows(resolved))
+    ]  # their logits are computed outside
+    largest_step = step_bytes(params, facts, coord, decode)
+    if prompts:
+        one = msgspec.structs.replace(
+            resolved, chunked_prefill_size=prompt_rows(resolved), max_running_requests=largest
+        )
+        largest_step = max(largest_step, step_bytes(params, facts, coord, one))
+    held = sum(rows) * left + sum(prompts) * facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
+    return largest_step + held + (len(rows) + len(prompts)) * nodes * GRAPH_NODE_BYTES
+
+
+def prompt_rows(resolved: Resolved) -> int:
+    """Return the most rows of a prompt in a step of fixed size; 0: there are no such steps."""
+    return 0 if resolved.device == "cpu" else min(graphs.PROMPT_ROWS, resolved.chunked_prefill_size)
+
+
+def prompt_counts(resolved: Resolved) -> tuple[int, ...]:
+    """Return the sizes of what decodes beside such a prompt. Padding there would be counted among experts' rows."""
+    return (0,) if resolved.expert_counts else (0, min(graphs.PROMPT_DECODES, resolved.max_running_requests))
 
 
 def gpu_memory(total_bytes: int, free_bytes: int, resolved: Resolved) -> int:

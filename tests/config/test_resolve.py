@@ -105,6 +105,7 @@ def test_every_decided_value_has_a_reason_and_no_asked_one_has(facts: ModelFacts
     decided = resolved(facts, tp=2)
     assert set(decided.reasons) == {
         "served_model_name",
+        "chunked_prefill_size",
         "device",
         "dtype",
         "kv_cache_dtype",
@@ -116,6 +117,7 @@ def test_every_decided_value_has_a_reason_and_no_asked_one_has(facts: ModelFacts
     asked = resolved(
         facts,
         served_model_name="m",
+        chunked_prefill_size=64,
         device="cpu",
         dtype="float32",
         kv_cache_dtype="float32",

@@ -1,0 +1,165 @@
+"""Steps with one prompt's rows at fixed sizes, recorded and replayed by a stand-in: bits of plain steps, no traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from rocm_serve.errors import UserError
+from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.prompt_steps import PromptSteps
+from rocm_serve.executor.runner import StageRunner
+from rocm_serve.ops.batch import ForwardBatch
+from rocm_serve.parallel.comm import SoloComm
+from rocm_serve.parallel.mesh import Mesh
+from rocm_serve.types import SamplingParams
+from tests.executor.generate import Answer, Requests, session
+from tests.executor.simulated import SimulatedExecutor
+from tests.executor.wishes import resolved
+
+T = TypeVar("T")
+ROWS, DECODES = (32, 64), (0, 3)
+
+
+class Again:
+    """A recorder without a GPU: a replay runs the recorded step once more. `steps`: how many were replayed."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def host_copies(self, contexts_B: torch.Tensor, slots_B: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        raise AssertionError("that is for decode steps")
+
+    def host_copy(self, values: torch.Tensor, bound: tuple[int, ...]) -> tuple[int, ...]:
+        found = tuple(values.tolist())
+        assert len(found) == len(bound) and all(a <= b for a, b in zip(found, bound, strict=True) if b), (found, bound)
+        return found
+
+    def record(self, run: Callable[[], T]) -> Callable[[], T]:
+        left = run()
+        assert isinstance(left, torch.Tensor)
+
+        def replay() -> T:
+            out = run()
+            assert isinstance(out, torch.Tensor)
+            left.fill_(float("nan"))
+            left[: len(out)] = out
+            self.steps += 1
+            return left
+
+        return replay  # type: ignore[return-value]
+
+
+def with_prompt_steps(
+    stage: LoadedStage, own: StageRunner, recorder: Again, *, captured: bool = True, poisoned: bool = True
+) -> StageRunner:
+    steps = PromptSteps(
+        stage.model,
+        own.cache,
+        decodes=DECODES,
+        rows=ROWS,
+        captured=captured,
+        recorder=recorder,
+        max_model_len=stage.resolved.max_model_len,
+        hidden_size=None if stage.coord.first_stage else stage.facts.hidden_size,
+        dtype=stage.dtype,
+        device=stage.device,
+        row_multiple=own.row_multiple,
+    )
+    assert steps.capture(lambda rows: None) == (ROWS[-1] if captured else 0)
+    if poisoned:
+        poison(steps)
+    return replace(own, prompts=steps)
+
+
+def poison(steps: PromptSteps) -> None:
+    """From now on, whatever a step does not write to its static inputs is garbage when it runs."""
+    plain = steps.takes
+
+    def takes(batch: ForwardBatch) -> bool:
+        steps._tokens_T.fill_(7)
+        steps._positions_T.fill_(5)
+        steps._kv_index_T.fill_(3)  # a row of a page that is in use
+        for garbage in (steps._contexts_B, steps._slots_B, steps._pages_BP):
+            garbage.fill_(1 << 30)
+        for starts in steps._starts.values():
+            starts[-1:].fill_(1 << 30)
+        if steps._hidden_TH is not None:
+            steps._hidden_TH.fill_(float("nan"))
+        return plain(batch)
+
+    steps.takes = takes  # type: ignore[method-assign]
+
+
+def requests() -> Requests:
+    """Prompts of less than a size, of exactly one and of several chunks, with answers that run on beside them."""
+    lengths = (1, 31, 64, 65, 150, 7)
+    return {
+        str(i): (
+            tuple((3 + 11 * i + 5 * j) % 200 for j in range(length)),
+            SamplingParams(
+                max_tokens=3 + 4 * i,
+                temperature=0.8 * (i % 2),
+                seed=i,
+                logprobs=1 if i == 3 else None,
+                prompt_logprobs=0 if i == 4 else None,
+            ),
+        )
+        for i, length in enumerate(lengths)
+    }
+
+
+def wish(checkpoint: Path, tp: int = 1, pp: int = 1):  # type: ignore[no-untyped-def]
+    return resolved(model=str(checkpoint), tp=tp, pp=pp, chunked_prefill_size=64, max_running_requests=4)
+
+
+@pytest.fixture(scope="module")
+def plainly(checkpoint: Path) -> dict[str, Answer]:
+    with session(SimulatedExecutor(wish(checkpoint))) as plain:
+        return plain.generate(requests())
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 1)])
+def test_tokens_and_log_probs_are_those_of_plain_steps(
+    checkpoint: Path, plainly: dict[str, Answer], tp: int, pp: int
+) -> None:
+    """Two shards of the vocabulary draw the same here too: no two best logits of these requests are close."""
+    recorders = [Again() for _ in range(tp * pp)]
+
+    def changed(stage: LoadedStage, own: StageRunner) -> StageRunner:
+        return with_prompt_steps(stage, own, recorders[stage.coord.rank])
+
+    with session(SimulatedExecutor(wish(checkpoint, tp, pp), changed)) as fixed:
+        found = fixed.generate(requests())
+    if tp == 1:
+        assert found == plainly
+    assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in plainly.items()}
+    assert recorders[0].steps >= 5 and len({one.steps for one in recorders}) == 1, "every rank replays the same steps"
+
+
+def test_bits_are_the_same_with_graphs_and_without(checkpoint: Path, plainly: dict[str, Answer]) -> None:
+    recorder = Again()
+    with session(
+        SimulatedExecutor(wish(checkpoint), lambda s, own: with_prompt_steps(s, own, recorder, captured=False))
+    ) as fixed:
+        assert fixed.generate(requests()) == plainly
+    assert recorder.steps == 0
+
+
+def test_a_capture_that_fails_ends_the_start_with_the_way_out(checkpoint: Path) -> None:
+    class Refusing(Again):
+        def record(self, run: Callable[[], T]) -> Callable[[], T]:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    with pytest.raises(UserError, match="steps of 64 prompt rows cannot be captured .* permitted when stream is"):
+        stage_with(checkpoint, Refusing())
+
+
+def stage_with(checkpoint: Path, recorder: Again) -> StageRunner:
+    stage = load_stage_model(wish(checkpoint), Mesh(1, 1).coord(0), SoloComm())
+    return with_prompt_steps(stage, stage.runner(num_pages=32, num_slots=4), recorder)
