@@ -63,10 +63,10 @@ class StageRunner:
     drafter: DraftHead | None = None  # on the last stage, where the server drafts
     # takes the steps that nothing but decode, at batch sizes of its own
     decode: DecodeSteps | DraftSteps | None = None
-    prompts: PromptSteps | None = None  # takes the steps with rows of one prompt, at sizes of its own
     upload: Upload | None = None  # None: one for each use
     own_newest_S: torch.Tensor | None = None  # int64: token drawn last in each slot; None: no step is planned ahead
     fetch: Fetch | None = None
+    prompts: PromptSteps | None = None  # takes the steps with rows of one prompt, at sizes of its own
 
     @property
     def newest_S(self) -> torch.Tensor | None:
@@ -89,7 +89,9 @@ class StageRunner:
         A plan without work only brings news of requests: it has no rows, and nothing crosses the edges. Behind a plan
         that names a hosted request none is launched before that has its result.
         """
-        clear_slots(self.cache, self.table.apply(plan))
+        slots = self.table.apply(plan)
+        if slots:
+            clear_slots(self.cache, *self._uploaded(slots))
         if not plan.work:
             return Launched(plan.seq, tuple) if self.coord.last_stage else self._no_rows()
         assert (hidden_TH is None) == self.coord.first_stage
@@ -116,7 +118,7 @@ class StageRunner:
             return Launched(plan.seq, tuple)
         rows = self._draws(inputs)
         found_R3 = sampler.draw_rows(self._logits_of(inputs, hidden_TH, len(rows)), rows)
-        (slots_R,) = (self.upload or Upload(self.device))(np.array([work.slot for work in works], dtype=np.int64))
+        (slots_R,) = self._uploaded([work.slot for work in works])
         newest_S.index_copy_(0, slots_R, found_R3[:, 2].long())
         fetched = self.fetch(found_R3)
 
@@ -182,8 +184,11 @@ class StageRunner:
 
     def _picked(self, hidden_TH: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Return some rows. Torch would wait for the device, were it given a list."""
-        (rows_R,) = (self.upload or Upload(self.device))(np.array(rows, dtype=np.int64))
+        (rows_R,) = self._uploaded(rows)
         return hidden_TH[rows_R]
+
+    def _uploaded(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        return (self.upload or Upload(self.device))(np.array(numbers, dtype=np.int64))
 
     def _logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         missing = -hidden_RH.shape[0] % self.row_multiple
