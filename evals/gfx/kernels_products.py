@@ -7,13 +7,15 @@ The executed ones are small and odd: tails of every mask, strided rows. Real siz
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
 import torch
 
-from evals.gfx.registry import Arch, Trial, fp8_dtype
-from rocm_serve.ops.contract import Arguments
+from evals.gfx.registry import Arch, Outputs, Trial, fp8_dtype
+from rocm_serve.ops import tiles
+from rocm_serve.ops.contract import Arguments, OpFunction
 from rocm_serve.ops.fp8 import BLOCK, fp8_max
 from rocm_serve.ops.inputs import normal
 from rocm_serve.ops.shared_expert_add.cases import shared_case
@@ -126,6 +128,10 @@ _EXCEPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "fp8_linear_kernel": {"wide_stores": _MATRIX},
         "linear_kernel": {"wide_stores": _MATRIX},
+        "one_row_kernel": {"wide_stores": "a program has 8 columns of one row to store"},
+        "weight_left_kernel": {
+            "wide_stores": "stored as the matrix instruction leaves it: a row's columns 16 lanes apart"
+        },
     }
 )
 _ODD = "sizes that are no multiple of 16 bytes, to meet the tail of a mask"
@@ -149,6 +155,23 @@ def _trial(
         native_fp8=products,
         compile_only=real,
     )
+
+
+def _few(case: str, tile: tiles.Tile, build: Build, *, real: bool = False) -> Trial:
+    """A product of few rows, forced to a tile."""
+    kernel = "weight_left_kernel" if tile["BM"] else "one_row_kernel"
+    trial = _trial("linear", f"{case}, {'in parts' if tile['SPLITS'] > 1 else 'few'}", build, kernel, real=real)
+    return replace(trial, call=partial(_forced, tile))
+
+
+def _forced(tile: tiles.Tile, function: OpFunction, arguments: Arguments) -> Outputs:
+    with tiles.forced("linear", tile):
+        return (function(**arguments),)
+
+
+def _tile(rows: int, columns: int, k: int, splits: int) -> tiles.Tile:
+    sizes = {"BM": rows, "BN": columns, "BK": k, "SPLITS": splits}
+    return {"FEW": 1, **sizes, "AHEAD": 0, "num_warps": 4 if rows == 0 else 2, "num_stages": 1 if rows == 0 else 2}
 
 
 def _fp8_trial(case: str, activation: str, build: Build, **other: bool) -> Trial:
@@ -199,6 +222,12 @@ TRIALS: tuple[Trial, ...] = (
         _trial("linear", f"{t} x 8192 x 4096", partial(_real_linear, rows=t), "linear_kernel", real=True)
         for t in (1, 33, 300)
     ),
+    _few("2 x 528 x 20", _tile(0, 8, 512, 1), partial(_linear, rows=2, k=528, n=20)),
+    _few("5 x 80 x 136", _tile(16, 32, 64, 1), partial(_linear, rows=5, k=80, n=136)),
+    _few("19 x 264 x 40", _tile(16, 32, 64, 3), partial(_linear, rows=19, k=264, n=40, out=None)),
+    _few("1 x 8192 x 4096", _tile(0, 8, 2048, 1), partial(_real_linear, rows=1), real=True),
+    _few("16 x 8192 x 4096", _tile(16, 32, 128, 1), partial(_real_linear, rows=16), real=True),
+    _few("16 x 8192 x 4096", _tile(16, 32, 128, 2), partial(_real_linear, rows=16), real=True),
     *(
         _fp8_trial(f"{t} x {k} x {n}", a, partial(_fp8_linear, rows=t, k=k, n=n, activation=a))
         for a in _ACTIVATIONS

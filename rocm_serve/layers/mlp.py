@@ -22,7 +22,11 @@ class GatedMLP(nn.Module):
 
     def partial(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return this rank's addend, for a caller that has more to add before the collective."""
-        return self.down_proj.partial(self.ops.silu_mul(self.gate_up_proj(x_TH)))
+        return self.partial_of(self.gate_up_proj(x_TH))
+
+    def partial_of(self, gate_up_TI: torch.Tensor) -> torch.Tensor:
+        """Do what `partial` does from the first product on: gate and up of each row, [T, 2 I]."""
+        return self.down_proj.partial(self.ops.silu_mul(gate_up_TI))
 
     def forward(self, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> torch.Tensor:
         """Run all rows; `num_rows` is for layers that can leave padding out."""

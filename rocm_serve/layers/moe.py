@@ -23,6 +23,8 @@ from rocm_serve.parallel.exchange.contract import Dispatched, ExchangeSpec, Expe
 from rocm_serve.parallel.exchange.local import LocalExchange
 from rocm_serve.parallel.expert_map import ExpertMap, ExpertPlan
 
+Shared = Callable[[], torch.Tensor]  # computes what the shared expert makes of a rank's own rows
+
 
 class RoutedExperts(OpWeights):
     """The stacked weights of the routed experts: [E, 2 I, H] (gate rows, then up rows) and [E, H, I]."""
@@ -104,7 +106,8 @@ class SparseMoe(nn.Module):
 
     One completion: where the exchange's sums are partial, those of both halves are joined before the one all-reduce;
     where they are complete, the shared expert is whole and computed for a rank's own rows, and nothing is reduced.
-    Where a kernel is bound as shared_expert_add, it does the work of the shared expert's gate and of both sums.
+    Where a kernel is bound as shared_expert_add, it does the work of the shared expert's gate and of both sums, and one
+    product makes the router's logits and the shared expert's gate and up.
     `observe`, when set, is called with the experts chosen, int32 [n, k], and how many of these rows are no padding:
     on every rank with its own rows where they are scattered, else with all rows.
     """
@@ -137,15 +140,20 @@ class SparseMoe(nn.Module):
             ops.providers["shared_expert_add"].name == REFERENCE or self.shared_expert_gate.weight_scale_inv is not None
         )
         self._with_shared = self._with_shared_by_parts if by_parts else self._with_shared_at_once
-        self._shared: Callable[[torch.Tensor], Callable[[], torch.Tensor]] = self._shared_after
+        self._shared: Callable[[Shared], Shared] = self._shared_after
+        self._first: torch.Tensor | None = None
+        self._project = self._project_apart
+        if not by_parts:
+            self._join_projections()
         self.sends_fp8 = fp8 and self.exchange.scattered  # half the bytes, and the experts would quantise them anyway
 
     def forward(self, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> torch.Tensor:
         """Run the first `num_rows` rows through their experts; the rest is padding."""
         exchange = self.exchange
         own_nH, live = exchange.scatter(x_TH, num_rows) if exchange.scattered else (x_TH, num_rows)
-        shared = self._shared(own_nH)
-        ids_nk, weights_nk = self.ops.moe_route(self.gate(own_nH), top_k=self.top_k, renormalise=self.renormalise)
+        logits_nE, shared = self._project(own_nH)
+        shared = self._shared(shared)
+        ids_nk, weights_nk = self.ops.moe_route(logits_nE, top_k=self.top_k, renormalise=self.renormalise)
         if self.observe is not None:
             self.observe(ids_nk, live)
         rows_nH, scales = own_nH, None
@@ -166,15 +174,34 @@ class SparseMoe(nn.Module):
         """
         self._shared = partial(self._shared_beside, stream)
 
-    def _shared_after(self, x_nH: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return what computes the shared expert."""
-        return partial(self.shared_expert.partial, x_nH)
+    def _join_projections(self) -> None:
+        """Make the router and the shared expert's gate and up rows of one weight, where both are plain."""
+        parts = self.gate, self.shared_expert.gate_up_proj
+        if any(part.weight_scale_inv is not None for part in parts) or "linear" in self.ops.preparing:
+            return
+        first, second = (part.weight for part in parts)
+        if first.dtype == second.dtype:
+            self._first = first.new_empty(len(first) + len(second), first.shape[1])
+            first.data, second.data = self._first.split([len(first), len(second)])
+            self._project = self._project_at_once
 
-    def _shared_beside(self, stream: torch.cuda.Stream, x_nH: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _project_apart(self, x_nH: torch.Tensor) -> tuple[torch.Tensor, Shared]:
+        """Return the router's logits, and what computes the shared expert."""
+        return self.gate(x_nH), partial(self.shared_expert.partial, x_nH)
+
+    def _project_at_once(self, x_nH: torch.Tensor) -> tuple[torch.Tensor, Shared]:
+        made = self.ops.linear(x_nH, self._first)
+        experts = len(self.gate.weight)
+        return made[:, :experts], partial(self.shared_expert.partial_of, made[:, experts:])
+
+    def _shared_after(self, shared: Shared) -> Shared:
+        return shared
+
+    def _shared_beside(self, stream: torch.cuda.Stream, shared: Shared) -> Shared:
         """Begin the shared expert; return what waits for it."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            shared_nH = self.shared_expert.partial(x_nH)
+            shared_nH = shared()
 
         def joined() -> torch.Tensor:
             torch.cuda.current_stream().wait_stream(stream)
@@ -183,8 +210,8 @@ class SparseMoe(nn.Module):
         return joined
 
     def run_by_parts(self) -> None:
-        """Leave shared_expert_add alone from now on, so that each part's result can be seen."""
-        self._with_shared = self._with_shared_by_parts
+        """Leave shared_expert_add and the joined product alone from now on, so that each part's result can be seen."""
+        self._with_shared, self._project = self._with_shared_by_parts, self._project_apart
 
     def _with_shared_by_parts(
         self, routed_nH: torch.Tensor, shared_nH: torch.Tensor, x_nH: torch.Tensor

@@ -1,7 +1,10 @@
 """Tiles of the plain product in Triton, by rule and to be tried; see tiles.py. No torch.
 
-A shape: `rows`, `n` rows of the weight, `k` columns, `bytes` of the numbers multiplied. A program makes BM rows by BN
-columns of the result, BK inner columns at a time.
+A shape: `rows`, `n` rows of the weight, `k` columns, `bytes` of the numbers multiplied. Four ways:
+
+VENDOR: the library that torch calls. FEW with BM 0: each row alone, BN rows of the weight and BK columns at once. FEW
+with BM: BM rows on the right of matrix instructions, inner columns cut among SPLITS programs, AHEAD of them asked for
+before the rows are there (NVIDIA). Else a program makes BM rows by BN columns of the result, BK columns at a time.
 """
 
 from __future__ import annotations
@@ -13,12 +16,24 @@ Shape = Mapping[str, int]
 
 _PROGRAMS = 256  # that a product should have: two for each unit of an H200, nearly one for each of an MI300X
 _SHARED = 160 << 10  # bytes of tiles on their way in one program, at most
+_MOST_FEW_ROWS = 64
+_AHEAD = 128 << 10  # bytes that a program may ask for before its rows are there
+VENDOR: Mapping[str, int] = {"VENDOR": 1}
+
+
+def has_following(arch: str) -> bool:
+    """Say whether a kernel can be put on the device while the one before ends: NVIDIA's, from sm_90 on."""
+    return arch.startswith("sm_") and arch not in ("sm_80", "sm_86", "sm_89")
 
 
 def linear_tile(shape: Shape, arch: str) -> Tile:
-    """Cut a weight that few rows read into enough programs to have all of memory busy; many rows take square tiles."""
+    """Cut a weight that few rows read into enough programs to have all of memory busy; many rows take the library."""
     if shape["bytes"] == 4:  # for proofs, not for speed: each step is unrolled into fused multiply-adds
         return _tile(16, 128, 32, 4, 1)
+    if arch.startswith("sm_"):
+        if shape["rows"] == 1:
+            return _alone(shape, 2, 2048, 4)
+        return _split(shape) if shape["rows"] <= 16 else dict(VENDOR)
     few, some = (2, 2) if arch.startswith("gfx") else (3, 4)
     rows = _rows_of_tile(shape)
     if rows > 32:
@@ -32,23 +47,59 @@ def linear_tiles(shape: Shape, arch: str) -> list[Tile]:
     if shape["bytes"] == 4:
         return []
     rows, gfx = _rows_of_tile(shape), arch.startswith("gfx")
-    stages = (1, 2) if gfx else (2, 3, 4, 6)
+    found = [dict(VENDOR)] if arch.startswith("sm_") else []
+    if shape["rows"] <= _MOST_FEW_ROWS:
+        return found + _few_tiles(shape, gfx=gfx)
+    if arch.startswith("sm_"):
+        return found
+    stages = (1, 2)
     if rows > 64:
         shapes = ((128, 32, 4), (128, 64, 4), (128, 64, 8), (256, 32, 8), (256, 64, 8))
-        return [_tile(rows, columns, k, warps, s) for columns, k, warps in shapes for s in stages[:3]]
-    found = [
-        _tile(rows, columns, k, warps, s)
-        for columns, k, warps in (
-            *((16, 128, 2), (16, 256, 4), (16, 512, 4), (32, 128, 4), (32, 256, 4)),
-            *((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8)),
-        )
-        for s in stages
-    ]
+        return [_tile(rows, columns, k, warps, s) for columns, k, warps in shapes for s in stages]
+    return found
+
+
+def _few_tiles(shape: Shape, *, gfx: bool) -> list[Tile]:
+    rows, stages = _rows_of_tile(shape), (1, 2) if gfx else (4, 6)
+    found: list[Tile] = []
+    if shape["rows"] <= 2:
+        found += [_alone(shape, *one) for one in ((2, 2048, 4), (4, 2048, 4), (4, 1024, 2), (4, 512, 1), (2, 4096, 4))]
+    cuts = ((16, 256, 1), (16, 256, 2), (32, 128, 2), (64, 128, 4), (64, 64, 4), (128, 64, 4))
+    for columns, k, warps in cuts:
+        programs = -(-shape["n"] // columns)
+        for splits in (1, 2, 4, 8):
+            if 64 <= programs * splits <= 8 * _PROGRAMS and splits * k <= shape["k"]:
+                tiles = [_left(shape, rows, columns, k, warps, s, splits) for s in stages]
+                found += [tile | {"AHEAD": 0} for tile in tiles] if gfx else tiles
     return [one for one in found if 2 * (one["BM"] + one["BN"]) * one["BK"] * one["num_stages"] <= _SHARED]
 
 
 def _rows_of_tile(shape: Shape) -> int:
     return next((size for size in (16, 32, 64) if shape["rows"] <= size), 128)
+
+
+def _alone(shape: Shape, columns: int, k: int, warps: int) -> Tile:
+    """Return the tile of rows alone; a row that is shorter than `k` has all of its columns at once."""
+    deep = min(k, 1 << max(shape["k"] - 1, 0).bit_length())
+    return {"FEW": 1, "BM": 0, "BN": columns, "BK": deep, "SPLITS": 1, "AHEAD": 0, "num_warps": warps, "num_stages": 1}
+
+
+def _split(shape: Shape) -> Tile:
+    """Return the tile of a few rows by rule: programs enough for every unit to have two."""
+    splits = 1
+    while splits < 4 and -(-shape["n"] // 32) * splits < _PROGRAMS and 512 * splits <= shape["k"]:
+        splits *= 2
+    return _left(shape, _rows_of_tile(shape), 32, 128, 2, 6, splits)
+
+
+def _left(shape: Shape, rows: int, columns: int, k: int, warps: int, stages: int, splits: int) -> Tile:
+    part = -(-shape["k"] // (splits * k)) * k
+    ahead = 1
+    while 2 * ahead <= part and 4 * ahead * columns <= _AHEAD and splits * part == shape["k"]:
+        ahead *= 2
+    ahead = ahead if ahead >= 64 else 0
+    tile = {"FEW": 1, "BM": rows, "BN": columns, "BK": k, "SPLITS": splits, "AHEAD": ahead}
+    return tile | {"num_warps": warps, "num_stages": stages}
 
 
 def _tile(rows: int, columns: int, k: int, warps: int, stages: int) -> Tile:

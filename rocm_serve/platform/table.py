@@ -18,7 +18,8 @@ PROVIDER_ORDER: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "cpu": MappingProxyType({"*": REFERENCE_ONLY}),
         "gfx*": MappingProxyType({"*": ("hip", "aiter", "torch", "triton", "reference")}),
-        "sm_*": MappingProxyType({"*": ("torch", "triton", "reference")}),
+        # Triton's tiles of linear name the library that torch calls where it is the faster one.
+        "sm_*": MappingProxyType({"*": ("torch", "triton", "reference"), "linear": ("triton", "torch", "reference")}),
         "*": MappingProxyType({"*": REFERENCE_ONLY}),
     }
 )

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from rocm_serve.ops import fp8
+from rocm_serve.ops import fp8, tiles
 from rocm_serve.ops.bind import OPS
 from rocm_serve.ops.inputs import block_fp8, normal
 from tests.ops.poison import poisoned
@@ -147,7 +147,16 @@ def linear(g: torch.Generator) -> list[float]:
     from rocm_serve.ops.linear.triton import linear as provider
 
     made = {"x_TK": wide(normal(g, 19, 101)), "weight_NK": wide(normal(g, 67, 101)), "out_dtype": torch.float64}
-    return errors("linear", provider, made)
+    found = errors("linear", provider, made)
+    whole = {"x_TK": wide(normal(g, 3, 256)), "weight_NK": normal(g, 40, 256), "out_dtype": None}
+    for sizes in ((0, 8, 64, 1), (0, 4, 512, 1), (16, 16, 32, 1), (16, 32, 16, 3), (32, 16, 128, 2)):
+        tile = dict(zip(("BM", "BN", "BK", "SPLITS"), sizes, strict=True))
+        with tiles.forced("linear", {"FEW": 1, "AHEAD": 0, "num_warps": 1, "num_stages": 1, **tile}):
+            for _ in range(2):  # counters are left as they were found
+                found += errors("linear", provider, made) + errors("linear", provider, whole)
+    with tiles.forced("linear", {"VENDOR": 1}):
+        found += errors("linear", provider, whole)
+    return found
 
 
 def fp8_linear(g: torch.Generator) -> list[float]:

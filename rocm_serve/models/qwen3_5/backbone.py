@@ -95,13 +95,20 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = GatedMLP(weights.under("mlp"), ops, comm)
 
-    def forward(self, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Advance the residual stream, which is changed in place on the way."""
+    def forward(self, added_TH: torch.Tensor | None, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Advance the residual stream in place; return what is still to be added to it.
+
+        `added`: what the layer before has left to be added, or None. A norm does it on its way.
+        """
         mixer = self.self_attn if self.full_attention else self.linear_attn
-        mixed_TH = mixer(self.input_layernorm(hidden_TH), batch)
-        normed_TH = self.post_attention_layernorm.add(mixed_TH, hidden_TH)
-        hidden_TH += self.mlp(normed_TH, batch.rows_of_requests)
-        return hidden_TH
+        normed_TH = normed(self.input_layernorm, added_TH, hidden_TH)
+        normed_TH = self.post_attention_layernorm.add(mixer(normed_TH, batch), hidden_TH)
+        return self.mlp(normed_TH, batch.rows_of_requests)
+
+
+def normed(norm: RMSNorm, added_TH: torch.Tensor | None, hidden_TH: torch.Tensor) -> torch.Tensor:
+    """Return the norm of the residual stream after adding to it, in place, what is left to be added."""
+    return norm(hidden_TH) if added_TH is None else norm.add(added_TH, hidden_TH)
 
 
 class Qwen3_5Model(nn.Module):
@@ -160,12 +167,15 @@ class Qwen3_5Model(nn.Module):
             hidden_TH = self.embed_tokens(batch.token_ids_T)
         else:
             hidden_TH = hidden_TH.clone()
+        added_TH = None
         for name, layer in self.layers.items():
-            hidden_TH = layer(hidden_TH, batch)
+            added_TH = layer(added_TH, hidden_TH, batch)
             for wanted, captured in self._captures:
                 if int(name) in wanted:
-                    captured[int(name)] = hidden_TH.clone()
-        return hidden_TH if self.norm is None else self.norm(hidden_TH)
+                    captured[int(name)] = hidden_TH + added_TH
+        if self.norm is not None:
+            return normed(self.norm, added_TH, hidden_TH)
+        return hidden_TH if added_TH is None else hidden_TH.add_(added_TH)
 
     @contextmanager
     def capture_hidden(self, layers: Sequence[int]) -> Iterator[Mapping[int, torch.Tensor]]:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.tiles import tile
-from rocm_serve.ops.triton_common.triton import arch
+from rocm_serve.ops.triton_common.triton import arch, begin, following
 
 _LOG2_E = 1.4426950408889634
 _MERGED = 4096  # numbers that a program of the merge adds
@@ -122,7 +122,7 @@ def decode_attention_kernel(
     row_starts, contexts, table, table_row, before, splits, score_scale, v_scale,
     PAGE: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, KEY: tl.constexpr, DOT: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of one sequence with the r query heads of one key/value head, over one split of the keys.
 
@@ -132,6 +132,7 @@ def decode_attention_kernel(
     pages, whose values come as int16 pairs. Scores count in powers of two. With splits `out` is fp32 [T, s, H, D], not
     yet divided by the sums of probabilities; these go to `totals`, the largest scores to `peaks`, both [T, s, H].
     """
+    begin(PDL)
     split, start = tl.program_id(0) % splits, tl.program_id(0) // splits * ROWS
     group, groups, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
     first = tl.load(row_starts + b)
@@ -182,9 +183,10 @@ def decode_attention_kernel(
 @triton.jit(do_not_specialize=["row_starts", "contexts", "before", "splits", "heads"])
 def merge_splits_kernel(
     parts, peaks, totals, out, row_starts, contexts, before, splits, heads, v_scale,
-    BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, PART_D: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, PART_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some dimensions of one head of one row: its splits, weighted by their sums of probabilities, added at once."""
+    begin(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1) % heads
     d = tl.program_id(1) // heads * PART_D + tl.arange(0, PART_D)
@@ -267,6 +269,7 @@ def attention_decode(
         **{"PAGE": page_size, "SHARED": shared, "ROWS": rows, "SPLIT": splits > 1, "D": d, "BLOCK_D": block_d},
         **{"BLOCK_Q": block_q, "BLOCK_N": block_n, "KEY": chosen["KEY"], "DOT": dot, "FP8": fp8},
         **{name: chosen[name] for name in ("num_warps", "num_stages")},
+        **following(),
     )
     if splits > 1:
         block_s = triton.next_power_of_2(splits)
@@ -274,5 +277,6 @@ def attention_decode(
         merge_splits_kernel[(longest, heads * triton.cdiv(d, part_d), many)](
             *(target, peaks, totals, out_THD, *where, before, splits, heads, float(v_scale)),
             **{"BLOCK_S": block_s, "BLOCK_N": block_n, "D": d, "PART_D": part_d},
+            **following(),
         )
     return out_THD

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import blocks, whole_row_tile
+from rocm_serve.ops.triton_common.triton import begin, blocks, following, whole_row_tile
 
 
 def gated_rms_norm(
@@ -39,6 +39,7 @@ def gated_rms_norm(
             WIDTH=width,
             SILU=activation == "silu",
             **tile,
+            **following(),
         )
     return y_THD
 
@@ -60,7 +61,9 @@ def gated_rms_norm_kernel(
     SILU: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row, head = (at // HEADS).to(tl.int64), at % HEADS
     column = tl.arange(0, BLOCK)

@@ -17,7 +17,7 @@ from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.gated_rms_norm.triton import gated_rms_norm
 from rocm_serve.ops.gdn import L2_EPS
 from rocm_serve.ops.gdn_decode.triton import advance, decay_of, one_row_each, places, span
-from rocm_serve.ops.triton_common.triton import arch
+from rocm_serve.ops.triton_common.triton import arch, following, let_next_begin, wait_for_previous
 
 _TAPS = 4
 _arrived: dict[torch.device, torch.Tensor] = {}
@@ -81,6 +81,18 @@ def _is_last(counter, sharing):
 
 
 @triton.jit
+def _is_empty(y_at, is_value, slot, n, ONE: tl.constexpr):
+    """Say whether a sequence has no rows or, where all have one, is padding on the dummy slot: zeros then."""
+    if ONE:
+        empty = slot == 0
+        zeros = tl.zeros(is_value.shape, tl.int64)
+        tl.store(y_at, zeros.to(y_at.dtype.element_ty), mask=is_value & (zeros == slot))
+    else:
+        empty = n <= 0
+    return empty
+
+
+@triton.jit
 def _gated(o_V, z_at, w_at, is_value, eps, V: tl.constexpr, SILU: tl.constexpr):
     gate = tl.load(z_at, mask=is_value, other=0.0).to(tl.float32)
     opened = tl.sigmoid(gate)
@@ -95,7 +107,7 @@ def gdn_step_kernel(
     u, weight, window, a, b, a_log, dt_bias, state, z, norm_weight, y, row_starts, slots, commits, arrived,
     first_row, heads, key_heads, channels, u_row, a_row, b_row, z_row, eps,
     L2: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr, KL: tl.constexpr, BV: tl.constexpr,
-    ONE: tl.constexpr, COMMIT: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr,
+    ONE: tl.constexpr, COMMIT: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All rows of one sequence for some value dimensions of one head. ONE: every sequence has one row.
 
@@ -104,14 +116,18 @@ def gdn_step_kernel(
     """
     value = tl.program_id(0) * BV + tl.arange(0, BV)
     head, sequence = tl.program_id(1), tl.program_id(2)
+    let_next_begin(PDL)
+    wait_for_previous(PDL and not ONE)
     slot = tl.load(slots + sequence).to(tl.int64)
     first, n = span(row_starts, sequence, first_row, ONE)
-    if n <= 0:
-        return
     key = tl.arange(0, PIECES)[:, None] * KL + tl.arange(0, KL)[None, :]
     inside, real = places(K, V, PIECES, KL, BV)
     held = state + (slot * heads + head) * V * K + inside
+    real = real & (tl.zeros(real.shape, tl.int64) < slot)
     s = tl.reshape(tl.load(held, mask=real, other=0.0), (PIECES, BV, KL))
+    wait_for_previous(PDL and ONE)  # an earlier step has left the state: it is on its way before the rows are there
+    if _is_empty(y + (first * heads + head) * V + value, value < V, slot, n, ONE):
+        return
     kept = tl.load(commits + sequence) if COMMIT else n
 
     key_head = head // (heads // key_heads)
@@ -171,7 +187,7 @@ def gdn_step(
     """Convolve, advance each sequence's state, normalise and gate: the reference's semantics and roundings.
 
     Rows of u, a, b and z may lie apart (slices of wider projections). A second launch normalises where the tile cuts
-    heads. Several sequences on one slot (padding on the dummy's) leave any of their states there.
+    heads. Sequences of one row on the dummy slot are padding: zeros come out, and its state stays as it is.
     """
     if activation not in ("silu", "sigmoid"):
         raise ValueError(f"gated_rms_norm knows the activations silu and sigmoid, not {activation!r}")
@@ -203,6 +219,7 @@ def gdn_step(
         NORM=whole,
         SILU=activation == "silu",
         **tile,
+        **following(),
     )
     if whole:
         return y_THV

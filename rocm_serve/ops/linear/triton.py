@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rocm_serve.ops.linear.triton_few import few_rows
+from rocm_serve.ops.linear.vendor import linear as by_vendor
 from rocm_serve.ops.tiles import tile
 from rocm_serve.ops.triton_common.triton import arch, blocks, dot_dtype, product, rows_of
 
@@ -13,18 +15,25 @@ from rocm_serve.ops.triton_common.triton import arch, blocks, dot_dtype, product
 def linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Multiply rows with a weight: x @ weight.T.
 
-    Shapes: x [T, K], weight [N, K] -> [T, N], dtype of x or `out_dtype`.
-    Numerics: float32 sums, one rounding.
+    Shapes: x [T, K], weight [N, K] -> [T, N], dtype of x or `out_dtype`. A tile chooses among kernels for few rows,
+    for many, and the library that torch calls.
+    Numerics: float32 sums, one rounding. A row's bits depend on that row and the tile alone; the library's may depend
+    on how many rows there are.
     """
     (rows, k), n = x_TK.shape, weight_NK.shape[0]
-    y_TN = torch.empty(rows, n, dtype=out_dtype or x_TK.dtype, device=x_TK.device)
-    if y_TN.numel():
-        x, weight = rows_of(x_TK), rows_of(weight_NK)
-        here = arch()
-        # float32 on either side: both are widened
-        dot = dot_dtype(x if x.dtype.itemsize == 4 else weight, weight, here, quantised=False)
-        size = {"rows": rows, "n": n, "k": k, "bytes": 4 if dot == tl.float32 else 2}
-        chosen = tile("linear", size, here)
+    if not rows * n:
+        return x_TK.new_empty(rows, n, dtype=out_dtype or x_TK.dtype)
+    here = arch()
+    # float32 on either side: both are widened
+    dot = dot_dtype(x_TK if x_TK.dtype.itemsize == 4 else weight_NK, weight_NK, here, quantised=False)
+    chosen = tile("linear", {"rows": rows, "n": n, "k": k, "bytes": 4 if dot == tl.float32 else 2}, here)
+    if chosen.get("VENDOR"):
+        return by_vendor(x_TK, weight_NK, out_dtype=out_dtype)
+    x, weight = rows_of(x_TK), rows_of(weight_NK)
+    y_TN = torch.empty(rows, n, dtype=out_dtype or x.dtype, device=x.device)
+    if chosen.get("FEW"):
+        few_rows(x, weight, y_TN, dot, chosen)
+    else:
         linear_kernel[(blocks(rows, chosen["BM"]), blocks(n, chosen["BN"]))](
             x, weight, y_TN, x.stride(0), weight.stride(0), rows, n, K=k, DOT=dot, **chosen
         )

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from rocm_serve.ops.fp8 import BLOCK
-from rocm_serve.ops.moe_experts.triton_order import after_the_kernel_before, expert_of
-from rocm_serve.ops.triton_common.triton import quantise_tile
+from rocm_serve.ops.moe_experts.triton_order import expert_of
+from rocm_serve.ops.triton_common.triton import let_next_begin, quantise_tile, wait_for_previous
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -29,7 +29,7 @@ def expert_and_choices(
     PDL: tl.constexpr,
 ):
     """Return the expert of a program's tile, -1 for one without work, and its choices, `num_choices` for none."""
-    after_the_kernel_before(PDL)
+    wait_for_previous(PDL)
     tile = tl.program_id(0)
     place = tl.arange(0, BM)
     if choices_ptr is None:
@@ -202,6 +202,7 @@ def few_gate_up_kernel(
             up_w = weight_tile(gate_rows + WIDTH * K, at, K, BK * UNROLL)
             gate = added(gate, gate_w, x, gate_scales, x_scales, live, block, DOT, ONE_SCALE)
             up = added(up, up_w, x, up_scales, x_scales, live, block, DOT, ONE_SCALE)
+    let_next_begin(PDL)
     hidden = tl.trans(gate * tl.sigmoid(gate) * up)
     store_hidden(hidden, choice, live, column, hidden_ptr, hidden_scale_ptr, WIDTH, TOP)
 
@@ -257,6 +258,7 @@ def few_partial_kernel(
     split = tl.program_id(2)
     last = tl.minimum((split + 1) * part, K)
     y = products(x_rows, live, x_scales, w_rows, w_scales, split * part, last, K, BM, BN, BK, UNROLL, DOT, ONE_SCALE)
+    let_next_begin(PDL)
     at = (split.to(tl.int64) * num_choices + choice) * WIDTH
     tl.store(parts_ptr + at[None, :] + column[:, None], y, mask=live[None, :] & (column < WIDTH)[:, None])
 
@@ -274,7 +276,7 @@ def few_activate_kernel(
     PDL: tl.constexpr,
 ):
     """Add up the parts of gate and up, and quantise what they make. What no program has written is read by none."""
-    after_the_kernel_before(PDL)
+    wait_for_previous(PDL)
     choice = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     live = (choice < num_choices)[:, None] & (column < WIDTH)[None, :]
@@ -285,6 +287,7 @@ def few_activate_kernel(
         from_here = parts_ptr + at[:, None] + column[None, :]
         gate += tl.load(from_here, mask=live, other=0.0)
         up += tl.load(from_here + WIDTH, mask=live, other=0.0)
+    let_next_begin(PDL)
     hidden = gate * tl.sigmoid(gate) * up
     store_hidden(hidden, choice, choice < num_choices, column, hidden_ptr, hidden_scale_ptr, WIDTH, TOP)
 
@@ -335,6 +338,7 @@ def few_down_kernel(
     x_rows = hidden_ptr + at * K
     w_rows = w_ptr + (expert * WIDTH + inside) * K
     y = products(x_rows, live, x_scales, w_rows, w_scales, 0, K, K, BM, BN, BK, UNROLL, DOT, ONE_SCALE)
+    let_next_begin(PDL)
     to = returned_ptr + (at * WIDTH)[None, :] + column[:, None]
     tl.store(to, y, mask=live[None, :] & (column < WIDTH)[:, None])
 
@@ -355,7 +359,7 @@ def few_combine_kernel(
     PDL: tl.constexpr,
 ):
     """Sum what the experts of a row returned, weighted, in the order of its choices."""
-    after_the_kernel_before(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -366,6 +370,7 @@ def few_combine_kernel(
         weight = tl.load(weights_ptr + choice, mask=held, other=0.0)
         at = returned_ptr + choice.to(tl.int64) * WIDTH + column
         total += tl.load(at, mask=column < tl.where(held, WIDTH, 0), other=0.0) * weight
+    let_next_begin(PDL)
     out_at = out_ptr + row.to(tl.int64) * WIDTH + column
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
 
@@ -396,7 +401,7 @@ def few_down_combine_kernel(
     PDL: tl.constexpr,
 ):
     """Go through the experts of one row in one loop, so that loads never pause between two of them."""
-    after_the_kernel_before(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     first = tl.program_id(1) * BN
     column = first + tl.arange(0, BN)
@@ -429,5 +434,6 @@ def few_down_combine_kernel(
             w = tl.load(w_at, mask=(deep < held * K)[None, :], other=0.0)
             part = added(part, w, x, w_scales, x_scales, place < held, block_at(k, K), DOT, ONE_SCALE)
         total += part * tl.sum(tl.where(chosen == j, weights, 0.0), 0)
+    let_next_begin(PDL)
     y = tl.sum(tl.where((place == 0)[None, :], total, 0.0), 1)
     tl.store(out_ptr + row.to(tl.int64) * WIDTH + column, y.to(out_ptr.dtype.element_ty), mask=column < WIDTH)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import rows_of
+from rocm_serve.ops.triton_common.triton import following, let_next_begin, rows_of, wait_for_previous
 
 
 def moe_route(logits_TE: torch.Tensor, *, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,6 +33,7 @@ def moe_route(logits_TE: torch.Tensor, *, top_k: int, renormalise: bool) -> tupl
             BLOCK=block,
             BLOCK_K=triton.next_power_of_2(top_k),
             num_warps=max(1, min(8, block // 512)),
+            **following(),
         )
     return ids_Tk, weights_Tk
 
@@ -48,7 +49,9 @@ def moe_route_kernel(
     RENORMALISE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     place = tl.arange(0, BLOCK_K)
@@ -69,5 +72,6 @@ def moe_route_kernel(
     if RENORMALISE:
         weights = weights / total
     weights = tl.where(mass == mass, weights, mass)  # a NaN among the logits makes their sum one
+    let_next_begin(PDL)
     tl.store(ids_ptr + row * TOP_K + place, ids, mask=place < TOP_K)
     tl.store(weights_ptr + row * TOP_K + place, weights, mask=place < TOP_K)

@@ -13,6 +13,7 @@ import triton.language as tl
 from rocm_serve.ops.fp8 import fp8_max
 from rocm_serve.ops.kv_write.triton import stored
 from rocm_serve.ops.qk_norm_rope.triton import turned
+from rocm_serve.ops.triton_common.triton import begin, following
 
 _FEW_ROWS = 512  # above them a program has four heads, not two: 8 numbers a lane of 64, 16 of 32
 
@@ -22,9 +23,10 @@ def qk_norm_rope_kv_write_kernel(
     qkv, q_weight, k_weight, cos, sin, positions, q_out, k_pages, v_pages, index,
     eps, k_scale, v_scale, qkv_row, heads, kv_heads, indices,
     D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
-    K_TOP: tl.constexpr, V_TOP: tl.constexpr,
+    K_TOP: tl.constexpr, V_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one row: blocks of query heads come first, then those of keys, then those of values."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks, kv_blocks = tl.cdiv(heads, BLOCK_H), tl.cdiv(kv_heads, BLOCK_H)
@@ -93,5 +95,6 @@ def qk_norm_rope_kv_write(
             K_TOP=tops[0],
             V_TOP=tops[1],
             num_warps=some // 2,
+            **following(),
         )
     return q_THD

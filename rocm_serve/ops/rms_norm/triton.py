@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import blocks, rows_of, whole_row_tile
+from rocm_serve.ops.triton_common.triton import begin, blocks, following, rows_of, whole_row_tile
 
 
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, *, eps: float, plus_one: bool) -> torch.Tensor:
@@ -51,6 +51,7 @@ def _launch(
         WIDTH=width,
         PLUS_ONE=plus_one,
         **tile,
+        **following(),
     )
 
 
@@ -68,7 +69,9 @@ def rms_norm_kernel(
     PLUS_ONE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     wide = row.to(tl.int64)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import rows_of
+from rocm_serve.ops.triton_common.triton import begin, following, rows_of
 
 _FEW_ROWS = 64  # of which a program has some columns only, and each multiplies the whole row with the gate's weight
 
@@ -40,6 +40,7 @@ def shared_expert_add(
             COLUMNS=columns,
             BLOCK=block,
             num_warps=max(1, deep // 512),
+            **following(),
         )
     return out_TH
 
@@ -58,7 +59,9 @@ def shared_expert_add_kernel(
     DEEP: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     products = tl.zeros((DEEP,), tl.float32)
     for first in tl.static_range(0, WIDTH, DEEP):

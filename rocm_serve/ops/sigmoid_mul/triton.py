@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import blocks, part_row_tile, rows_of
+from rocm_serve.ops.triton_common.triton import begin, blocks, following, part_row_tile, rows_of
 
 
 def sigmoid_mul(x_TH: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -27,16 +27,19 @@ def sigmoid_mul(x_TH: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         rows, width = x.shape
         tile = part_row_tile(width)
         grid = (blocks(rows, tile["ROWS"]), blocks(width, tile["BLOCK"]))
-        sigmoid_mul_kernel[grid](x, gate, y, x.stride(0), *strides, rows, WIDTH=width, GATES=gates, **tile)
+        sigmoid_mul_kernel[grid](
+            x, gate, y, x.stride(0), *strides, rows, WIDTH=width, GATES=gates, **tile, **following()
+        )
     return y
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def sigmoid_mul_kernel(
     x_ptr, gate_ptr, y_ptr, x_stride, gate_stride, head_stride, num_rows,
-    WIDTH: tl.constexpr, GATES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, GATES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some columns of some rows. GATES: those of a head, which lie together; 1 for one gate a row."""
+    begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wide = row.to(tl.int64)

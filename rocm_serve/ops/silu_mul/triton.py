@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import blocks, part_row_tile, rows_of
+from rocm_serve.ops.triton_common.triton import begin, blocks, following, part_row_tile, rows_of
 
 
 def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
@@ -17,12 +17,16 @@ def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
     if y_TI.numel():
         tile = part_row_tile(width)
         grid = (blocks(rows, tile["ROWS"]), blocks(width, tile["BLOCK"]))
-        silu_mul_kernel[grid](x, y_TI, x.stride(0), rows, WIDTH=width, **tile)
+        silu_mul_kernel[grid](x, y_TI, x.stride(0), rows, WIDTH=width, **tile, **following())
     return y_TI
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def silu_mul_kernel(x_ptr, y_ptr, x_stride, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def silu_mul_kernel(
+    x_ptr, y_ptr, x_stride, num_rows,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wide = row.to(tl.int64)

@@ -6,6 +6,7 @@ not specialised on, so a new batch size compiles nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from rocm_serve.ops.fp8 import AMAX_FLOOR, BLOCK, fp8_max
+from rocm_serve.ops.tiles_linear import has_following
 
 _BLOCK = tl.constexpr(BLOCK)
 _AMAX_FLOOR = tl.constexpr(AMAX_FLOOR)
@@ -24,6 +26,24 @@ def arch() -> str:
         return "interpreter"
     target = triton.runtime.driver.active.get_current_target()
     return str(target.arch) if target.backend == "hip" else f"sm_{target.arch}"
+
+
+def following() -> Mapping[str, bool]:
+    """Return arguments of a launch whose kernel calls `begin`: it may be put on the device while the one before ends.
+
+    NVIDIA's programmatic dependent launch, from sm_90 on. Other backends do not know the option.
+    """
+    interpreted = not isinstance(quantise_rows_kernel, triton.runtime.JITFunction)
+    return _ALONE if interpreted else _following(triton.runtime.driver.active)
+
+
+_ALONE: Mapping[str, bool] = {"PDL": False}
+
+
+@cache
+def _following(driver: object) -> Mapping[str, bool]:
+    """Ask a driver once: every launch wants to know."""
+    return {"PDL": True, "launch_pdl": True} if has_following(arch()) else _ALONE
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -95,9 +115,48 @@ def quantise_rows(x_TK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
         tile_rows = 4 if rows <= 64 else 16
         grid = (blocks(rows, tile_rows), blocks(k, BLOCK))
         quantise_rows_kernel[grid](
-            x, q_TK, s_TB, x.stride(0), rows, WIDTH=k, TOP=fp8_max(dtype), ROWS=tile_rows, num_warps=tile_rows // 4
+            x,
+            q_TK,
+            s_TB,
+            x.stride(0),
+            rows,
+            WIDTH=k,
+            TOP=fp8_max(dtype),
+            ROWS=tile_rows,
+            num_warps=tile_rows // 4,
+            **following(),
         )
     return q_TK, s_TB
+
+
+@triton.jit
+def let_next_begin(PDL: tl.constexpr):
+    """Allow the kernel after this one onto the device, as soon as every program of this one has come here.
+
+    Small programs that follow are best let in at once: what they read of a weight is on its way early. Large ones,
+    which fill the device once, are let in at the end: where they find room before, they do not spread evenly.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until all kernels before have ended and their results can be read.
+
+    Every program of a kernel that is launched with PDL must come here before it writes, ends, or reads what this step
+    has made: the kernel after it waits for this one alone. Several kernels may be on the device at once, so what is
+    read earlier can only be parameters, and what was there before the step began.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Do both: for a kernel that has nothing to do before."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL)
 
 
 @triton.jit
@@ -117,8 +176,18 @@ def quantise_tile(x, TOP: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def quantise_rows_kernel(
-    x_ptr, q_ptr, s_ptr, x_stride, num_rows, WIDTH: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr
+    x_ptr,
+    q_ptr,
+    s_ptr,
+    x_stride,
+    num_rows,
+    WIDTH: tl.constexpr,
+    TOP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     column = block * _BLOCK + tl.arange(0, _BLOCK)
