@@ -54,11 +54,14 @@ def allocate_stage_cache(
     )
 
 
-def clear_slots(cache: StageCache, slots: Sequence[int]) -> None:
-    """Zero what these slots hold: they are about to belong to another request. One launch a state on a GPU."""
-    if not slots or not cache.ssm:
+def clear_slots(cache: StageCache, slots: Sequence[int] | torch.Tensor) -> None:
+    """Zero what these slots hold: they are about to belong to another request. One launch a state on a GPU.
+
+    Where numbers are given that are not on the device yet (int64), it is waited for.
+    """
+    if not len(slots) or not cache.ssm:
         return
-    picked = torch.tensor(slots).to(next(iter(cache.ssm.values())).device)
+    picked = torch.as_tensor(slots).to(next(iter(cache.ssm.values())).device)
     for states in (cache.conv, cache.ssm, cache.pending_u, cache.pending_ba):
         for state in states.values():
             state.index_fill_(0, picked, 0)

@@ -135,8 +135,8 @@ def test_a_replay_gives_the_bits_of_the_step_whatever_lies_beyond(checkpoint: Pa
     assert all(same(a, b) for a, b in zip(eager, decoded(stage, runner, count, 6), strict=True)), "poisoned"
 
 
-@pytest.mark.parametrize(("rank", "waits"), [(0, 0), (1, 1)])
-def test_the_host_waits_once_on_the_last_stage_and_never_on_others(checkpoint: Path, rank: int, waits: int) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_host_waits_for_the_event_of_the_tokens_at_most(checkpoint: Path, rank: int) -> None:
     stage, runner = stage_of(checkpoint, rank, 2)
     decoded(stage, runner, 3, 3)
     rids = range(1, 4)
@@ -157,8 +157,8 @@ def test_the_host_waits_once_on_the_last_stage_and_never_on_others(checkpoint: P
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         waited = [one for one in seen if "synchronizing CUDA operation" in str(one.message)]
-        assert len(waited) == waits, f"replays {replays}: {[str(one.message) for one in waited]}"
-        assert isinstance(out, StepResult) == (waits == 1)
+        assert not waited, f"replays {replays}: {[str(one.message) for one in waited]}"
+        assert isinstance(out, StepResult) == (rank == 1)
 
 
 def test_what_is_uploaded_arrives_while_more_is_on_its_way() -> None:
