@@ -92,6 +92,7 @@ def _steps_of_stage(run: Measuring, name: str, loaded: LoadedStage, wished: Sequ
     fits = tokens_that_fit(loaded, slots)
     tokens = max((count for count in needed if count <= fits), default=0)
     runner = loaded.runner(num_pages=-(-tokens // page), num_slots=slots)
+    captured = 0 if runner.prompts is None else runner.prompts.capture(lambda rows: None)
     step_level.randomise(runner.cache, torch.Generator(run.device).manual_seed(a.seed))
     for i, (one, count) in enumerate(zip(wished, needed, strict=True)):
         what = f"{name} prefill {one}"
@@ -105,10 +106,12 @@ def _steps_of_stage(run: Measuring, name: str, loaded: LoadedStage, wished: Sequ
         except Exception as error:  # whatever ends a point is written down, and the next one is tried
             run.failed(what, error)
             continue
-        run.found(_record(run, name, one, found))
+        run.found(_record(run, name, one, found, captured=one.prompts == 1 and one.rows <= captured))
 
 
-def _record(run: Measuring, name: str, one: Mixed, found: prefill_level.PrefillFinding) -> PrefillRecord:
+def _record(
+    run: Measuring, name: str, one: Mixed, found: prefill_level.PrefillFinding, *, captured: bool
+) -> PrefillRecord:
     dims, tokens = SHAPES[name], one.num_rows
     uniform = floor.expected_distinct(dims.experts, dims.top_k, tokens)
     parts = floor_prefill.step(dims, one, found.distinct)
@@ -123,6 +126,7 @@ def _record(run: Measuring, name: str, one: Mixed, found: prefill_level.PrefillF
         decodes=one.decodes,
         decode_context=one.decode_context,
         tokens=tokens,
+        captured=captured,
         wall_ms=found.wall,
         low=found.wall_low,
         high=found.wall_high,

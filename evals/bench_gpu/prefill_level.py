@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -128,7 +128,7 @@ class Prefilling:
 
 
 def chosen_experts(stage: LoadedStage, steps: Prefilling) -> list[torch.Tensor]:
-    """Run one step and count the rows of each expert, layer by layer."""
+    """Run one step, not a captured one, and count the rows of each expert, layer by layer."""
     layers = [module for module in stage.model.modules() if isinstance(module, SparseMoe)]  # type: ignore[attr-defined]
     chosen: list[torch.Tensor] = []
     experts = stage.facts.num_experts
@@ -136,11 +136,14 @@ def chosen_experts(stage: LoadedStage, steps: Prefilling) -> list[torch.Tensor]:
     def observe(ids_nk: torch.Tensor, live: int | torch.Tensor) -> None:
         chosen.append(ids_nk[: int(live)].flatten().long().bincount(minlength=experts).cpu())
 
+    runner = steps.runner
+    steps.runner = replace(runner, prompts=None)
     for layer in layers:
         layer.observe = observe
     try:
         steps.step()
     finally:
+        steps.runner = runner
         for layer in layers:
             layer.observe = None
     return chosen

@@ -26,6 +26,7 @@ class PrefillRecord(msgspec.Struct, frozen=True, kw_only=True):
     decodes: int  # rows of other requests beside
     decode_context: int
     tokens: int  # rows of all
+    captured: bool  # as a device graph
     wall_ms: float
     low: float
     high: float
@@ -64,8 +65,9 @@ def prefill_line(one: PrefillRecord) -> str:
     vllm = vllm_ms(one)
     beside = "" if vllm is None else f"  vLLM {vllm:.1f} ({vllm / one.wall_ms:.2f}x ours)"
     device = "-" if one.busy_ms is None else f"busy {one.busy_ms:.2f} idle {one.idle_ms:.2f}"
+    how = "graph" if one.captured else ""
     return (
-        f"{one.shape:7} prefill {named(one):28} {one.wall_ms:8.2f} ms ({one.low:.2f} to {one.high:.2f})"
+        f"{one.shape:7} prefill {named(one):28} {how:5} {one.wall_ms:8.2f} ms ({one.low:.2f} to {one.high:.2f})"
         f"  {one.tokens_s / 1e3:7.1f} k tokens/s  host {one.host_ms:.2f}  device {device}"
         f"  floor {one.floor_ms:.2f}  {one.ratio:5.2f}  uniform {one.uniform_floor_ms:.2f}  {one.uniform_ratio:5.2f}"
         f"  {one.distinct:.1f} experts a layer (uniform {one.uniform_distinct:.1f}),"
@@ -104,8 +106,10 @@ def prefill_markdown(steps: Sequence[PrefillRecord]) -> list[str]:
         vllm = vllm_ms(one)
         busy = "" if one.busy_ms is None else f"{one.busy_ms:.1f}"
         beside = " | |" if vllm is None else f"{vllm:.1f} | {vllm / one.wall_ms:.2f} |"
+        how = ", a graph" if one.captured else ""
         lines.append(
-            f"| {one.shape}, {named(one)} | {one.wall_ms:.1f} | {one.tokens_s / 1e3:.1f} | {one.host_ms:.1f} | {busy}"
+            f"| {one.shape}, {named(one)}{how} | {one.wall_ms:.1f} | {one.tokens_s / 1e3:.1f} | {one.host_ms:.1f}"
+            f" | {busy}"
             f" | {one.floor_ms:.1f} | {one.ratio:.2f} | {one.uniform_floor_ms:.1f} | {one.uniform_ratio:.2f}"
             f" | {one.distinct:.1f} ({one.uniform_distinct:.1f}) | {beside}"
         )

@@ -14,6 +14,7 @@ ROWS = (16, 64, 1, 256, 8, 32, 128, 4, 2)
 # Chunks of a prompt; more rows than a decode step has.
 PROMPT_ROWS = (2048, 8192, 512, 16384)
 MOST_DECODED = 256
+_SHORT = 128  # rows of short prompts, as many as make those of a chunk
 CONTEXT = 8192  # of attention; what its tiles depend on is not the context
 
 
@@ -114,6 +115,7 @@ def _products_of_prompts(count: int, linears: Iterable[str]) -> Iterator[Point]:
 
 def _rest_of_prompts(count: int, linears: Iterable[str]) -> Iterator[Point]:
     yield Point("attention_prefill", {"rows": count, "kv": "fp8"})
+    yield Point("gdn_chunk", {"rows": _SHORT, "count": max(1, count // _SHORT)})
     yield Point("prompt_conv", {"rows": count})
     yield Point("route", {"rows": count})
     yield Point("norms", {"rows": count, "residual": True})

@@ -154,6 +154,7 @@ def test_more_rows_than_a_decode_step_has_are_rows_of_a_prompt() -> None:
     found = [str(point) for point in points((2048, 4), ("gate", "shared gate"))]
     assert found[:4] == ["experts rows 2048", "attention_prefill rows 2048", "gdn_chunk rows 2048", "experts rows 4"]
     assert "attention rows 4 context 8192 kv fp8" in found and "attention_prefill rows 2048 kv fp8" in found
+    assert "gdn_chunk rows 128 count 16" in found
     assert "fp8_linear rows 2048 name gate" in found and not any("shared gate" in point for point in found)
 
 

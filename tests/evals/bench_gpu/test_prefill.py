@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -147,6 +148,25 @@ def test_distinct_experts_are_counted_layer_by_layer() -> None:
     assert found.wall > 0 and found.host > 0 and found.device is None
 
 
+class _Captured:
+    """Stands for steps that are captured: what they run cannot be watched."""
+
+    def takes(self, batch: object) -> bool:
+        return True
+
+    def forward(self, batch: object, hidden_TH: object) -> torch.Tensor:
+        raise RuntimeError("a replay")
+
+
+def test_experts_are_counted_in_a_step_that_is_not_captured() -> None:
+    loaded = _loaded()
+    runner = replace(loaded.runner(num_pages=8, num_slots=1), prompts=_Captured())  # type: ignore[arg-type]
+    steps = Prefilling(runner, 512, Mixed(3), 2, 60)
+    assert [int(counts.sum()) for counts in prefill_level.chosen_experts(loaded, steps)] == [6, 6, 6, 6]
+    with pytest.raises(RuntimeError, match="a replay"):
+        steps.step()
+
+
 def _record(rows: int, **changes: object) -> PrefillRecord:
     values: dict[str, object] = {
         "shape": "q35tp1",
@@ -156,6 +176,7 @@ def _record(rows: int, **changes: object) -> PrefillRecord:
         "decodes": 0,
         "decode_context": 0,
         "tokens": rows,
+        "captured": False,
         "wall_ms": 50.0,
         "low": 49.0,
         "high": 51.0,
@@ -176,9 +197,10 @@ def _record(rows: int, **changes: object) -> PrefillRecord:
 
 
 def test_vllm_stands_beside_single_prompts_only() -> None:
-    alone, beside = prefill_markdown([_record(2048), _record(2048, decodes=64, decode_context=1024)])[2:]
+    records = [_record(2048), _record(2048, decodes=64, decode_context=1024, captured=True)]
+    alone, beside = prefill_markdown(records)[2:]
     assert alone.startswith("| q35tp1, 2048 | 50.0 | 41.0 | 10.0 | 45.0 |") and alone.endswith("| 125.0 | 2.50 |")
-    assert beside.startswith("| q35tp1, 2048 + 64 decodes at 1024 |") and beside.endswith("|  | |")
+    assert beside.startswith("| q35tp1, 2048 + 64 decodes at 1024, a graph |") and beside.endswith("|  | |")
 
 
 def test_the_plot_shows_ours_and_vllm_over_the_same_floor() -> None:
