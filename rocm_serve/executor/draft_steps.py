@@ -232,7 +232,7 @@ class DraftSteps:
         tokens_N = self._tokens(drawn_N3)
         at.after_T.copy_(F.pad(tokens_N, (0, len(at.after_T) - at.rows)))
         if at.ahead:
-            at.accepted_B.copy_(_accepted(tokens_N, at.fields, at.ahead))
+            at.accepted_B.copy_(accepted_by(tokens_N, at.fields, at.ahead))
         return Verified(hidden_TH, logits_NV, drawn_N3)
 
     def _draft(self, at: _Size, left: Verified) -> Drafted:
@@ -367,7 +367,7 @@ def _views_of(memory: torch.Tensor, arrays: Sequence[Array]) -> Iterator[torch.T
         yield memory[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
 
 
-def _accepted(tokens_N: torch.Tensor, fields: Fields[torch.Tensor], ahead: int) -> torch.Tensor:
+def accepted_by(tokens_N: torch.Tensor, fields: Fields[torch.Tensor], ahead: int) -> torch.Tensor:
     """Count each sequence's drafts before the first that is not the token drawn in its place: int64 [B]."""
     starts_B1 = fields.row_starts_B1[:, None]
     row_BK = starts_B1[:-1] + torch.arange(ahead, device=tokens_N.device)

@@ -14,6 +14,8 @@ from msgspec.structs import replace as changed
 from rocm_serve.config.graphs import batch_sizes, verified_sizes
 from rocm_serve.errors import UserError
 from rocm_serve.executor import memory
+from rocm_serve.executor.draft_inputs import Fields, blank
+from rocm_serve.executor.draft_steps import accepted_by
 from rocm_serve.executor.loading import LoadedStage, load_stage_model
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.executor.sampler import SamplingFailed
@@ -167,6 +169,16 @@ def test_replays_can_be_turned_off(stage: LoadedStage) -> None:
     eager.decode.replays = False
     assert [runner.step(plan, None) for plan in plans] == [eager.step(plan, None) for plan in plans]
     assert recorder.sizes == [16, 28] * 3
+
+
+def test_the_device_counts_drafts_up_to_the_first_wrong_one_of_their_own_request() -> None:
+    """Of four requests: two right; wrong, then right; none, before a row that begins with what it drew; padding."""
+    fields = blank(4, 3, 1)
+    fields.row_starts_B1[:] = 0, 4, 7, 8, 8
+    fields.token_ids_T[:8] = 50, 5, 6, 7, 60, 8, 9, 30
+    drawn = torch.tensor([5, 6, 1, 7, 2, 9, 30, 0] + [0] * 8)
+    found = accepted_by(drawn, Fields(*(torch.from_numpy(array) for array in fields)), 3)
+    assert found.tolist() == [2, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("planted", "told"), [("model", r"row 0 \(token 2 of"), ("mtp", r"row 1 \(token 3 of")])
