@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from evals.bench_gpu import measuring, op_level, prefill_level, stage, step_level
 from evals.bench_gpu.measuring import Measuring, compile_points, tokens_that_fit
 from evals.bench_gpu.prefill_records import PrefillRecord
+from rocm_serve.errors import UserError
 from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.runner import StageRunner
 from rocm_serve.ops.bind import binding_lines
 from rocm_serve.tuning import floor, floor_prefill
 from rocm_serve.tuning.floor_prefill import Mixed
@@ -92,21 +95,37 @@ def _steps_of_stage(run: Measuring, name: str, loaded: LoadedStage, wished: Sequ
     fits = tokens_that_fit(loaded, slots)
     tokens = max((count for count in needed if count <= fits), default=0)
     runner = loaded.runner(num_pages=-(-tokens // page), num_slots=slots)
-    captured = 0 if runner.prompts is None else runner.prompts.capture(lambda rows: None)
     step_level.randomise(runner.cache, torch.Generator(run.device).manual_seed(a.seed))
     for i, (one, count) in enumerate(zip(wished, needed, strict=True)):
-        what = f"{name} prefill {one}"
         if count > tokens:
-            run.run.left_out.append(f"{what} (does not fit the memory)")
+            run.run.left_out.append(f"{name} prefill {one} (does not fit the memory)")
             continue
-        if not run.reached(what):
-            continue
-        try:
-            found = prefill_level.measure(loaded, runner, one, (i + 1) << 16, steps=a.steps)
-        except Exception as error:  # whatever ends a point is written down, and the next one is tried
-            run.failed(what, error)
-            continue
-        run.found(_record(run, name, one, found, captured=one.prompts == 1 and one.rows <= captured))
+        for mode, how in _modes(run, name, loaded, runner, one):
+            what = f"{name} {mode} prefill {one}"
+            if not run.reached(what):
+                continue
+            try:
+                found = prefill_level.measure(loaded, how, one, (i + 1) << 16, steps=a.steps)
+            except Exception as error:  # whatever ends a point is written down, and the next one is tried
+                run.failed(what, error)
+                continue
+            run.found(_record(run, name, one, found, captured=mode == "graphs"))
+
+
+def _modes(
+    run: Measuring, name: str, loaded: LoadedStage, runner: StageRunner, one: Mixed
+) -> Iterator[tuple[str, StageRunner]]:
+    """Yield the step as a server has it, a graph where it is one, and where that is asked for without graphs too."""
+    plain = replace(runner, prompts=None)
+    try:
+        fixed = prefill_level.at_fixed_sizes(loaded, runner, [one]) if "graphs" in run.arguments.modes else plain
+    except UserError as error:
+        run.failed(f"{name} prefill {one}: capture", error)
+        fixed = plain
+    if fixed.prompts is not None:
+        yield "graphs", fixed
+    if fixed.prompts is None or "eager" in run.arguments.modes:
+        yield "eager", plain
 
 
 def _record(

@@ -10,7 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from rocm_serve.config.graphs import prompt_sizes
+from rocm_serve.executor import memory
+from rocm_serve.executor.graphs import DeviceGraphs
 from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.layers.moe import SparseMoe
 from rocm_serve.messages import NewRequest, Plan, Work
@@ -125,6 +129,39 @@ class Prefilling:
     def _forget(self, rids: Sequence[int]) -> None:
         if rids:
             self.runner.step(Plan(self._seq, (), released=tuple(rids)), None)
+
+
+def at_fixed_sizes(stage: LoadedStage, runner: StageRunner, wished: Sequence[Mixed]) -> StageRunner:
+    """Give a runner captured prompt steps of the sizes that these need, where the server has such steps.
+
+    Errors: UserError where the device refuses to capture.
+    """
+    resolved = stage.resolved
+    sizes, counts = prompt_sizes(memory.prompt_rows(resolved)), memory.prompt_counts(resolved)
+    taken = [
+        one for one in wished if sizes and one.prompts == 1 and one.rows <= sizes[-1] and one.decodes <= counts[-1]
+    ]
+    if runner.prompts is None or not taken:
+        return replace(runner, prompts=None)
+    steps = PromptSteps(
+        stage.model,
+        runner.cache,
+        decodes=sorted({_size(counts, one.decodes) for one in taken}),
+        rows=sorted({_size(sizes, one.rows) for one in taken}),
+        captured=True,
+        recorder=DeviceGraphs(resolved.max_model_len),
+        max_model_len=resolved.max_model_len,
+        hidden_size=None,
+        dtype=stage.dtype,
+        device=stage.device,
+        row_multiple=runner.row_multiple,
+    )
+    steps.capture(lambda rows: None)
+    return replace(runner, prompts=steps)
+
+
+def _size(sizes: Sequence[int], count: int) -> int:
+    return next(size for size in sizes if size >= count)
 
 
 def chosen_experts(stage: LoadedStage, steps: Prefilling) -> list[torch.Tensor]:

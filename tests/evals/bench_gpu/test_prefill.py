@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,13 +11,14 @@ import msgspec
 import pytest
 import torch
 
-from evals.bench_gpu import op_level, prefill_level, stage
+from evals.bench_gpu import op_level, prefill_level, stage, step_level
 from evals.bench_gpu.__main__ import main
 from evals.bench_gpu.plot import lines_of_prefill, svg
 from evals.bench_gpu.prefill import shapes_of
 from evals.bench_gpu.prefill_level import Prefilling, busy_in
 from evals.bench_gpu.prefill_records import PrefillRecord, prefill_kernel_lines, prefill_markdown
 from evals.bench_gpu.records import Run
+from rocm_serve.executor import memory
 from rocm_serve.executor.loading import LoadedStage
 from rocm_serve.messages import Plan, StepResult
 from rocm_serve.tuning.floor_prefill import Mixed
@@ -165,6 +167,36 @@ def test_experts_are_counted_in_a_step_that_is_not_captured() -> None:
     assert [int(counts.sum()) for counts in prefill_level.chosen_experts(loaded, steps)] == [6, 6, 6, 6]
     with pytest.raises(RuntimeError, match="a replay"):
         steps.step()
+
+
+class _Repeats:
+    """A recorder of a machine without graphs: a replay runs the step again."""
+
+    def __init__(self, max_model_len: int) -> None:
+        pass
+
+    def host_copy(self, values: torch.Tensor, longest: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(values.tolist())
+
+    def record(self, run: Callable[[], object]) -> Callable[[], object]:
+        return run
+
+
+def test_steps_of_fixed_sizes_draw_the_tokens_of_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_level, "DeviceGraphs", _Repeats)
+    monkeypatch.setattr(memory, "prompt_rows", lambda resolved: 128)
+    loaded, shape = _loaded(), Mixed(70, decodes=2, decode_context=9)
+    drawn = []
+    for fixed in (True, False):
+        runner = loaded.runner(num_pages=24, num_slots=8)
+        step_level.randomise(runner.cache, torch.Generator().manual_seed(1))
+        runner = replace(runner, prompts=_Captured())  # type: ignore[arg-type]
+        chosen = prefill_level.at_fixed_sizes(loaded, runner, [shape] if fixed else [Mixed(129), Mixed(9, prompts=2)])
+        assert (chosen.prompts is not None) == fixed
+        result = chosen.step(Prefilling(chosen, 512, shape, 2, 5).plan(), None)
+        assert isinstance(result, StepResult)
+        drawn.append([one.tokens for one in result.sampled])
+    assert drawn[0] == drawn[1]
 
 
 def _record(rows: int, **changes: object) -> PrefillRecord:
