@@ -28,16 +28,17 @@ _MARGIN = 64  # positions beyond the longest
 
 
 def shapes_of(rows: Sequence[int], kinds: Sequence[str], *, most: int = 1 << 30) -> list[Mixed]:
-    """List the steps: single prompts in the order given, then the other kinds. `most`: cuts every size, for a trial."""
-    found = [Mixed(min(count, most)) for count in rows] if "single" in kinds else []
-    if "context" in kinds:
-        found.append(Mixed(min(_BESIDE, most), context=min(LONG_CONTEXT, most)))
-    if "short" in kinds:
-        found.append(Mixed(min(SHORT_PROMPTS[1], most), prompts=min(SHORT_PROMPTS[0], most)))
-    if "mixed" in kinds:
-        decodes, context = DECODES
-        found.append(Mixed(min(_BESIDE, most), decodes=min(decodes, most), decode_context=min(context, most)))
-    return found
+    """List the steps, kinds and rows in the order given. `most`: cuts every size, for a trial."""
+    decodes, context = (min(size, most) for size in DECODES)
+    prompts, each = (min(size, most) for size in SHORT_PROMPTS)
+    beside = min(_BESIDE, most)
+    listed = {
+        "single": [Mixed(min(count, most)) for count in rows],
+        "context": [Mixed(beside, context=min(LONG_CONTEXT, most))],
+        "short": [Mixed(each, prompts=prompts)],
+        "mixed": [Mixed(beside, decodes=decodes, decode_context=context)],
+    }
+    return [one for kind in kinds for one in listed[kind]]
 
 
 def _rank(run: Measuring, name: str, shapes: Sequence[Mixed]) -> stage.Rank:

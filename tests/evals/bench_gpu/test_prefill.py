@@ -73,9 +73,9 @@ def test_ops_of_prompts_are_judged_and_written(tmp_path: Path) -> None:
 
 def test_aims_come_first_and_no_case_twice() -> None:
     assert shapes_of((2048, 8192), ("single",)) == [Mixed(2048), Mixed(8192)]
-    assert shapes_of((512,), ("context", "mixed")) == [
-        Mixed(2048, context=30720),
+    assert shapes_of((512,), ("mixed", "context")) == [
         Mixed(2048, decodes=64, decode_context=1024),
+        Mixed(2048, context=30720),
     ]
     makes = [(make.func.__name__, make.keywords) for make in op_level.prompt_points((2048, 512))]
     assert makes[0] == ("experts", {"rows": 2048})
