@@ -36,6 +36,7 @@ from rocm_serve.executor.upload import Array, Upload, offsets
 from rocm_serve.messages import Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, Replay, Sequences, StageCache
 from rocm_serve.ops.sampling.reference import NOTHING
+from rocm_serve.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,30 +336,46 @@ class DraftSteps:
 
     def _outcomes(
         self, sampler: Sampler, at: _Size, every: Drafted, works: Sequence[Work], drawn: list[SampledToken] | None
-    ) -> Iterator[Sampled]:
+    ) -> list[Sampled]:
         """Wait for the device and say what came out. `drawn`: what is known already."""
         found_F3 = every.drawn_F3.cpu()  # the one wait of a step with plain rows
         tokens: list[int] = found_F3[:, 2].long().tolist()
-        wanted: list[int] = []
-        positions: list[int] = []
-        first = 0
+        if drawn is not None:
+            tokens[: len(drawn)] = [one.token for one in drawn]
+        out, first = [], 0
         for b, work in enumerate(works):
-            rows = range(first, first + work.num_rows)
-            own = [SampledToken(tokens[row]) for row in rows] if drawn is None else drawn[rows.start : rows.stop]
-            first = rows.stop
-            kept = own[: accepted_of(work.drafts, [one.token for one in own]) + 1]
-            places = range(at.rows + b, at.rows + b + at.size * work.proposals, at.size)
-            if drawn is None:
-                wanted += rows
-                positions += range(work.start + 1, work.start + 1 + work.num_rows)
-            wanted += places
-            positions += range(work.start + 1 + len(kept), work.start + 1 + len(kept) + work.proposals)
-            logprobs = tuple([one.logprob for one in kept if one.logprob is not None])
-            drafts = tuple([tokens[place] for place in places])
-            yield Sampled(work.rid, tuple([one.token for one in kept]), logprobs, (), len(kept) - 1, drafts)
-        picked = found_F3.numpy()[wanted]
-        if not ((picked[:, 0] > 0) & (picked[:, 1] != NOTHING)).all():
-            sampler.tokens_of(torch.from_numpy(picked), positions)  # refuses them in its words
+            own = tokens[first : first + work.num_rows]
+            accepted = accepted_of(work.drafts, own) if work.drafts else 0
+            logprobs = () if drawn is None else _logprobs(drawn[first : first + accepted + 1])
+            place, end = at.rows + b, at.rows + at.size * work.proposals
+            kept, drafts = tuple(own[: accepted + 1]), tuple(tokens[place : end : at.size])
+            out.append(Sampled(work.rid, kept, logprobs, (), accepted, drafts))
+            first += work.num_rows
+        fine_F = (found_F3[:, 0] > 0) & (found_F3[:, 1] != NOTHING)
+        if not fine_F.all():  # of padding, maybe
+            _check(sampler, at, found_F3, works, out, [] if drawn is not None else range(first))
+        return out
+
+
+def _logprobs(kept: Sequence[SampledToken]) -> tuple[TokenLogprob, ...]:
+    return tuple([one.logprob for one in kept if one.logprob is not None])
+
+
+def _check(
+    sampler: Sampler,
+    at: _Size,
+    found_F3: torch.Tensor,
+    works: Sequence[Work],
+    out: Sequence[Sampled],
+    rows: Sequence[int],
+) -> None:
+    """Have the sampler refuse draws that somebody wants: those of `rows`, and the drafts that were asked for."""
+    positions = [work.start + 1 + i for work in works for i in range(work.num_rows)] if rows else []
+    places = list(rows)
+    for b, (work, one) in enumerate(zip(works, out, strict=True)):
+        places += [at.rows + b + at.size * i for i in range(work.proposals)]
+        positions += [work.start + 2 + one.accepted + i for i in range(work.proposals)]
+    sampler.tokens_of(found_F3[places], positions)
 
 
 def _views_of(memory: torch.Tensor, arrays: Sequence[Array]) -> Iterator[torch.Tensor]:

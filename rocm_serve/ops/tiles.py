@@ -22,6 +22,7 @@ from rocm_serve.ops.tiles_gdn import (
     gdn_chunk_tile,
     gdn_chunk_tiles,
     gdn_decode_tile,
+    gdn_drafts_tile,
     gdn_scan_tile,
     gdn_step_tile,
     gdn_step_tiles,
@@ -150,6 +151,6 @@ RULES["gdn_chunk"], CANDIDATES["gdn_chunk"] = gdn_chunk_tile, gdn_chunk_tiles
 RULES["gdn_scan"], CANDIDATES["gdn_scan"] = gdn_scan_tile, gdn_tiles
 RULES["gdn_decode"], CANDIDATES["gdn_decode"] = gdn_decode_tile, gdn_tiles
 RULES["gdn_step"], CANDIDATES["gdn_step"] = gdn_step_tile, gdn_step_tiles
-RULES["gdn_step_drafts"], CANDIDATES["gdn_step_drafts"] = gdn_scan_tile, gdn_tiles
+RULES["gdn_step_drafts"], CANDIDATES["gdn_step_drafts"] = gdn_drafts_tile, gdn_tiles
 RULES["linear"], CANDIDATES["linear"] = linear_tile, linear_tiles
 RULES["moe_experts"], CANDIDATES["moe_experts"] = moe_experts_tile, moe_experts_tiles

@@ -43,6 +43,15 @@ def gdn_scan_tile(shape: Shape, arch: str) -> Tile:
     return _state_tile(shape, 4096)
 
 
+def gdn_drafts_tile(shape: Shape, arch: str) -> Tile:
+    """Give a warp of NVIDIA 2048 floats of a state: rows come one after the other, and many small programs hide that.
+
+    On an H200 16 value rows of 128 in one warp took 0.66 of the time of 32 in four at one request, 0.3 at 16.
+    """
+    tile = _state_tile(shape, 2048 if arch.startswith("sm_") else 4096)
+    return tile | {"num_warps": 1} if arch.startswith("sm_") else tile
+
+
 def gdn_step_tile(shape: Shape, arch: str) -> Tile:
     """Keep heads whole: one launch then does all. Two of 128 x 128 fit an NVIDIA unit, in 128 registers a lane."""
     tile = _state_tile(shape, 16384)
