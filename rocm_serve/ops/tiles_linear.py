@@ -32,7 +32,8 @@ def linear_tile(shape: Shape, arch: str) -> Tile:
         return _tile(16, 128, 32, 4, 1)
     if arch.startswith("sm_"):
         if shape["rows"] == 1:
-            return _alone(shape, 2, 2048, 4)
+            small = shape["k"] <= 512 or (shape["k"] <= 4096 and shape["n"] >= 8192)
+            return _alone(shape, 4, 512, 1) if small else _alone(shape, 2, 2048, 4)
         return _split(shape) if shape["rows"] <= 16 else dict(VENDOR)
     few, some = (2, 2) if arch.startswith("gfx") else (3, 4)
     rows = _rows_of_tile(shape)
@@ -89,7 +90,7 @@ def _split(shape: Shape) -> Tile:
     splits = 1
     while splits < 4 and -(-shape["n"] // 32) * splits < _PROGRAMS and 512 * splits <= shape["k"]:
         splits *= 2
-    return _left(shape, _rows_of_tile(shape), 32, 128, 2, 6, splits)
+    return _left(shape, _rows_of_tile(shape), 32, 128, 2, 6, splits) | {"AHEAD": 0}
 
 
 def _left(shape: Shape, rows: int, columns: int, k: int, warps: int, stages: int, splits: int) -> Tile:
