@@ -49,9 +49,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
     made.add_argument("--batch", nargs="+", type=int, default=list(BATCHES), help="the first three before prompts")
     made.add_argument("--prefill", nargs="*", type=int, default=list(PREFILLS), help="prompts that come at once")
-    made.add_argument("--ctx", type=int, default=1024, help="tokens of a prompt")
+    made.add_argument("--ctx", type=int, default=1024, help="tokens before requests decode")
+    made.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt where only prompts are computed")
     made.add_argument(
-        "--chunk", type=int, default=2048, help="--chunked-prefill-size; a multiple of --ctx, or it of it"
+        "--chunk", type=int, default=2048, help="--chunked-prefill-size; one of it and --prompt divides the other"
     )
     made.add_argument("--steps", type=int, default=40, help="timed steps of a point")
     made.add_argument("--one-by-one", action="store_true", help="start a layout when the one before has ended")

@@ -19,6 +19,7 @@ from evals.bench_gpu.pair_records import LinkRecord, link_line
 from evals.bench_gpu.pair_run import Measuring
 from rocm_serve.checkpoint.synthetic_configs import Dims
 from rocm_serve.children import end_processes, wait_for
+from rocm_serve.config.graphs import PROMPT_DECODES
 from rocm_serve.config.load import environment
 from rocm_serve.executor.loading import dialect_of
 from rocm_serve.platform.probe import free_port, usable_cores
@@ -28,6 +29,7 @@ from rocm_serve.tuning.wish import Point, Wish
 
 _LARGE = 1 << 26  # bytes of a message that fills a link of GPUs
 _LINK_S = 90.0
+SMALL_PROMPTS = (64, 64 + PROMPT_DECODES)  # rows of the first requests, alone and beside others
 _MOST_COMPILERS = 24
 
 
@@ -57,13 +59,14 @@ def _launched(batches: Sequence[int], chunk: int, length: int) -> Iterator[Point
             yield Point(case, {"rows": rows})
         for name in ("in_proj_qkvz", "in_proj_ba", "out_proj", "qkv_proj", "o_proj", "gate", "shared down"):
             yield Point("linear", {"rows": rows, "name": name})
-    prompts, rows = max(1, chunk // length), min(chunk, length)
-    yield Point("experts", {"rows": chunk})
-    yield Point("norms", {"rows": chunk, "residual": True})
-    for case in ("route", "qk", "shared_add"):
-        yield Point(case, {"rows": chunk})
-    for case in ("attention_prefill", "gdn_chunk", "prompt_conv"):
-        yield Point(case, {"rows": rows, "count": prompts})
+    for rows in sorted({*SMALL_PROMPTS, chunk, chunk + PROMPT_DECODES, chunk + batches[-1] - 1}):
+        yield Point("experts", {"rows": rows})
+        yield Point("norms", {"rows": rows, "residual": True})
+        for case in ("route", "qk", "shared_add"):
+            yield Point(case, {"rows": rows})
+    for rows, prompts in sorted({(SMALL_PROMPTS[0], 1), (chunk, 1), (min(chunk, length), max(1, chunk // length))}):
+        for case in ("attention_prefill", "gdn_chunk", "prompt_conv"):
+            yield Point(case, {"rows": rows, "count": prompts})
 
 
 def _wish(rank: stage.Rank, dims: Dims) -> Wish:

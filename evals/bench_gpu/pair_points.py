@@ -63,9 +63,13 @@ class Layouts:
     def warm_up(self) -> None:
         """Compute some prompts on all of them at once: kernels that nobody has compiled are compiled now."""
         a = self._run.arguments
-        prompts = 2 * max(1, a.chunk // a.ctx)
+
+        def several(world: World) -> None:
+            world.prefill(2 * max(1, a.chunk // a.ctx), a.ctx)
+            world.prefill(2, a.prompt)
+
         with ThreadPoolExecutor() as pool:
-            found = {name: pool.submit(world.prefill, prompts, a.ctx) for name, world in self._worlds.items()}
+            found = {name: pool.submit(several, world) for name, world in self._worlds.items()}
         self.each("warming up", lambda run, name, world: found[name].result())
 
 
@@ -120,12 +124,12 @@ def measure_decode(batch: int, run: Measuring, name: str, world: World) -> None:
 
 def measure_prefill(batch: int, run: Measuring, name: str, world: World) -> None:
     a = run.arguments
-    stretch = world.prefill(batch, a.ctx)
+    stretch = world.prefill(batch, a.prompt)
     trace = pair_steps.committed_between(world.steps(), stretch.began_ns, stretch.ended_ns)
     took = (trace[-1].committed_ns - trace[0].submitted_ns) / 1e6
-    least = pair_floor.prefill(run.dims, LAYOUTS[name], batch, a.ctx, a.chunk, run.ceilings)
+    least = pair_floor.prefill(run.dims, LAYOUTS[name], batch, a.prompt, a.chunk, run.ceilings)
     spread = pair_steps.Spread(took, took, took)
-    _found(run, name, "prefill", batch, stretch, trace, spread, batch * a.ctx / took * 1e3, least, world)
+    _found(run, name, "prefill", batch, stretch, trace, spread, batch * a.prompt / took * 1e3, least, world)
 
 
 def _found(
@@ -171,6 +175,7 @@ def _found(
 def _config(run: Measuring, name: str, model: Path) -> ServeConfig:
     a, layout = run.arguments, LAYOUTS[name]
     plans = -(-max(a.batch) * a.ctx // a.chunk)  # the first requests decode while the last ones' prompts are computed
+    decoded = a.ctx + plans + 2 * (WARM_UP_STEPS + a.steps + TAIL_STEPS) + 64
     return ServeConfig(
         model=str(model),
         served_model_name=name,
@@ -179,7 +184,8 @@ def _config(run: Measuring, name: str, model: Path) -> ServeConfig:
         device="cpu" if run.device.type == "cpu" else "auto",
         max_running_requests=max(a.batch),
         chunked_prefill_size=a.chunk,
-        max_model_len=a.ctx + plans + 2 * (WARM_UP_STEPS + a.steps + TAIL_STEPS) + 64,
+        max_model_len=max(decoded, a.prompt + 64),
+        max_total_tokens=max(max(a.batch) * (decoded + 16), (max(a.prefill, default=1) + 1) * (a.prompt + 64)),
         mem_fraction=a.mem_fraction,
         load_format="dummy",
         op=a.op,
