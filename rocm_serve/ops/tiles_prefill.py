@@ -13,6 +13,8 @@ Tile = dict[str, int]
 Shape = Mapping[str, int]
 
 KEY_UNIT = 128  # the copied keys of a sequence are padded to a multiple of it: whole blocks of every tile
+_UNITS = {"sm_90": 132, "gfx942": 304, "gfx950": 256}  # of a card; one tile fills one
+_LEAST_KEYS, _MOST_SPLITS = 512, 64  # of a split; of a sequence
 KEYS_AT_A_TIME = 1 << 17  # copied before the sequences that own them are attended to, unless one alone has more
 
 
@@ -20,6 +22,11 @@ def copied_keys(longest: int, many: int) -> int:
     """Return how many keys are copied at a time at most, of `many` sequences that are not longer than `longest`."""
     padded = -(-longest // KEY_UNIT) * KEY_UNIT
     return max(padded, min(KEYS_AT_A_TIME, many * padded))
+
+
+def prefill_splits(programs: int, keys: int, arch: str) -> int:
+    """Return in how many splits the keys of sequences are cut so that all units have work. `keys`: of the longest."""
+    return max(1, min(_UNITS.get(arch, 1) // programs, keys // _LEAST_KEYS, _MOST_SPLITS))
 
 
 def attention_prefill_tile(shape: Shape, arch: str) -> Tile:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from rocm_serve.ops import tiles
-from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME, copied_keys
+from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME, copied_keys, prefill_splits
 
 ARCHS = ("sm_90", "sm_80", "gfx942", "gfx950")
 SHAPES = [
@@ -47,3 +47,12 @@ def test_copied_keys_are_those_of_the_sequences_up_to_a_bound_that_one_alone_may
     assert copied_keys(100, 3) == 3 * KEY_UNIT
     assert copied_keys(1000, 1000) == KEYS_AT_A_TIME
     assert copied_keys(KEYS_AT_A_TIME + 1, 4) == KEYS_AT_A_TIME + KEY_UNIT
+
+
+def test_keys_are_split_where_tiles_leave_units_idle_but_not_into_crumbs() -> None:
+    assert prefill_splits(256, 30720, "sm_90") == 1, "2048 rows of two key heads fill the card"
+    assert prefill_splits(64, 30720, "sm_90") == 2
+    assert prefill_splits(8, 30720, "sm_90") == 16
+    assert prefill_splits(1, 1 << 20, "gfx942") == 64
+    assert prefill_splits(8, 1000, "sm_90") == 1 and prefill_splits(8, 0, "sm_90") == 1
+    assert prefill_splits(8, 30720, "interpreter") == 1

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.tiles import tile
-from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME
+from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME, prefill_splits
 from rocm_serve.ops.triton_common.triton import arch, blocks
 
 _LOG2_E = 1.4426950408889634
@@ -97,28 +97,40 @@ def _fold(s_MN, v_ND, scale, peak_M, total_M, o_MD, DOT: tl.constexpr):
     return higher_M, total_M, o_MD
 
 
-@triton.jit(do_not_specialize=["row_starts", "contexts"])
+@triton.jit
+def _span(length, splits, BLOCK_N: tl.constexpr):
+    """Return how many keys a split of a sequence has: whole blocks, as many in each but its last."""
+    return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+
+
+@triton.jit(do_not_specialize=["row_starts", "contexts", "before", "splits"])
 def prefill_attention_kernel(
-    q, k_LW, v_LW, out, row_starts, contexts, scale, v_scale,
+    q, k_LW, v_LW, out, peaks, totals, row_starts, contexts, before, splits, scale, v_scale, SPLIT: tl.constexpr,
     SHARED: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT: tl.constexpr, DESCRIBED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one sequence with the r query heads of one key/value head, over all keys.
+    """Some rows of one sequence with the r query heads of one key/value head, over all keys or one split of them.
 
-    Element m of a tile is its row m // r and head m % r. Blocks that all rows see come first, without a mask; every
-    row sees the first key, so no peak stays at minus infinity. Scores count in powers of two. The last rows of a
-    sequence, which have most to do, begin first.
+    Element m of a tile is its row m // r and head m % r. Blocks that all rows see come first, without a mask. Scores
+    count in powers of two. The last rows of a sequence, which have most to do, begin first. With SPLIT `out` is fp32
+    [rows, s, H, D], not yet divided by the sums of probabilities; these go to `totals`, the largest scores to `peaks`,
+    both [rows, s, H]; what rows find that see no key of a split is not read.
     """
     ROWS: tl.constexpr = BLOCK_M // SHARED
     WIDTH: tl.constexpr = GROUPS * D
     group, b = tl.program_id(0), tl.program_id(2)
-    start = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    split = tl.program_id(1) % splits
+    start = (tl.num_programs(1) // splits - 1 - tl.program_id(1) // splits) * ROWS
     first = tl.load(row_starts + b)
     n = tl.load(row_starts + b + 1) - first
     if start >= n:
         return
     context = tl.load(contexts + b)
-    stop = context + tl.minimum(start + ROWS, n)
+    span = _span(context + n, splits, BLOCK_N)
+    begin = split * span
+    stop = tl.minimum(context + tl.minimum(start + ROWS, n), begin + span)
+    if begin >= stop:
+        return
     at = _first_key(row_starts, contexts, b)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -130,8 +142,8 @@ def prefill_attention_kernel(
     peak_M = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     total_M = tl.zeros((BLOCK_M,), dtype=tl.float32)
     o_MD = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    seen_by_all = (context + start + 1) // BLOCK_N * BLOCK_N
-    for key in tl.range(0, seen_by_all, BLOCK_N, num_stages=STAGES):
+    seen_by_all = tl.minimum(tl.maximum((context + start + 1) // BLOCK_N * BLOCK_N, begin), begin + span)
+    for key in tl.range(begin, seen_by_all, BLOCK_N, num_stages=STAGES):
         k_ND = _block(k_LW, at + key, group * D, D, BLOCK_D, BLOCK_N, WIDTH, DESCRIBED)
         s_MN = tl.dot(q_MD, k_ND.T, input_precision="ieee")
         v_ND = _block(v_LW, at + key, group * D, D, BLOCK_D, BLOCK_N, WIDTH, DESCRIBED)
@@ -142,8 +154,48 @@ def prefill_attention_kernel(
         s_MN = tl.where((key + tl.arange(0, BLOCK_N))[None, :] <= position_M[:, None], s_MN, float("-inf"))
         v_ND = _block(v_LW, at + key, group * D, D, BLOCK_D, BLOCK_N, WIDTH, DESCRIBED)
         peak_M, total_M, o_MD = _fold(s_MN, v_ND, scale, peak_M, total_M, o_MD, DOT)
-    o_MD *= (v_scale / total_M)[:, None]
-    tl.store(out + q_at[:, None] + d[None, :], o_MD.to(out.dtype.element_ty), mask=real_MD)
+    if SPLIT:
+        head = group * SHARED + m % SHARED
+        place_M = ((first + row - before).to(tl.int64) * splits + split) * (GROUPS * SHARED) + head
+        is_row_M = (m < ROWS * SHARED) & (row < n)
+        tl.store(peaks + place_M, peak_M, mask=is_row_M)
+        tl.store(totals + place_M, total_M, mask=is_row_M)
+        tl.store(out + (place_M * D)[:, None] + d[None, :], o_MD, mask=real_MD)
+    else:
+        o_MD *= (v_scale / total_M)[:, None]
+        tl.store(out + q_at[:, None] + d[None, :], o_MD.to(out.dtype.element_ty), mask=real_MD)
+
+
+@triton.jit(do_not_specialize=["row_starts", "contexts", "before", "splits"])
+def add_splits_kernel(
+    parts, peaks, totals, out, row_starts, contexts, before, splits, v_scale,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """All heads of one row: its splits, weighted by their sums of probabilities, added in order."""
+    row, b = tl.program_id(0), tl.program_id(1)
+    first = tl.load(row_starts + b)
+    n = tl.load(row_starts + b + 1) - first
+    if row >= n:
+        return
+    context = tl.load(contexts + b)
+    seen = tl.minimum((context + row) // _span(context + n, splits, BLOCK_N) + 1, splits)
+    h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    real_HD = (h < H)[:, None] & (d < D)[None, :]
+    at = (first + row - before).to(tl.int64) * splits * H
+    peak_H = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
+    for split in range(seen):
+        peak_H = tl.maximum(peak_H, tl.load(peaks + at + split * H + h, mask=h < H, other=0.0))
+    total_H = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    o_HD = tl.zeros((BLOCK_H, BLOCK_D), dtype=tl.float32)
+    for split in range(seen):
+        place_H = at + split * H + h
+        weight_H = tl.exp2(tl.load(peaks + place_H, mask=h < H, other=0.0) - peak_H)
+        total_H += weight_H * tl.load(totals + place_H, mask=h < H, other=1.0)
+        part_HD = tl.load(parts + (place_H * D)[:, None] + d[None, :], mask=real_HD, other=0.0)
+        o_HD += weight_H[:, None] * part_HD
+    o_HD *= (v_scale / total_H)[:, None]
+    to = out + (((first + row).to(tl.int64) * H + h) * D)[:, None] + d[None, :]
+    tl.store(to, o_HD.to(out.dtype.element_ty), mask=real_HD)
 
 
 def attention_prefill(
@@ -161,7 +213,8 @@ def attention_prefill(
 
     Numerics: float32 rows or pages are multiplied in float32. Otherwise bf16 products, exact also for FP8 pages, are
     summed in fp32; probabilities are rounded to bf16 before they meet the values, as flash attention's are. A row's
-    bits depend on its query, its keys, and where its first row stands among the blocks of keys.
+    bits depend on its query, its keys, the tile, and how many splits its sequences' keys are cut into: more than one
+    where there are too few tiles for the card.
     Nothing is read on the device. Keys are copied for as many sequences at a time as `KEYS_AT_A_TIME` holds.
     """
     assert k_pages_PSGD.is_contiguous() and v_pages_PSGD.is_contiguous() and out_THD.is_contiguous()
@@ -203,7 +256,8 @@ def _attend(
     dtype = torch.float32 if wide else torch.bfloat16  # bf16 holds every value of FP8 pages
     block_d = max(16, triton.next_power_of_2(d))
     shape = {"rows": longest, "vectors": triton.next_power_of_2(shared), "d": block_d, "bytes": dtype.itemsize}
-    chosen = tile("attention_prefill", shape, arch())
+    card = arch()
+    chosen = tile("attention_prefill", shape, card)
     padded = [blocks(context + n, KEY_UNIT) * KEY_UNIT for context, n in zip(run.contexts, counts, strict=True)]
     where = (run.row_starts_B1, run.contexts_B)
     k_LW, v_LW = q_THD.new_empty(2, sum(padded), width, dtype=dtype)
@@ -217,9 +271,30 @@ def _attend(
     keys, values = k_LW, v_LW
     if described:
         keys, values = (TensorDescriptor.from_tensor(x, [block_n, d]) for x in (k_LW, v_LW))
-    prefill_attention_kernel[(groups, blocks(longest, block_m // shared), many)](
-        *(q_THD, keys, values, out_THD, *where, float(scale * _LOG2_E), float(v_scale)),
-        **{"SHARED": shared, "GROUPS": groups, "D": d, "BLOCK_D": block_d, "BLOCK_M": block_m, "BLOCK_N": block_n},
+    tiles, before = blocks(longest, block_m // shared), run.row_starts[0]
+    programs = groups * sum(blocks(n, block_m // shared) for n in counts)
+    splits = prefill_splits(programs, max(padded), card)
+    target, peaks, totals = out_THD, None, None
+    if splits > 1:
+        sizes = sum(counts), splits, heads
+        target = torch.empty((*sizes, d), dtype=torch.float32, device=q_THD.device)
+        peaks, totals = torch.empty((2, *sizes), dtype=torch.float32, device=q_THD.device)
+    prefill_attention_kernel[(groups, tiles * splits, many)](
+        *(q_THD, keys, values, target, peaks, totals, *where, before, splits, float(scale * _LOG2_E), float(v_scale)),
+        **{
+            "SPLIT": splits > 1,
+            "SHARED": shared,
+            "GROUPS": groups,
+            "D": d,
+            "BLOCK_D": block_d,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+        },
         **{"DOT": tl.float32 if wide else tl.bfloat16, "DESCRIBED": bool(described), "STAGES": chosen["num_stages"]},
         **{name: chosen[name] for name in ("num_warps", "num_stages")},
     )
+    if splits > 1:
+        add_splits_kernel[(longest, many)](
+            *(target, peaks, totals, out_THD, *where, before, splits, float(v_scale)),
+            **{"H": heads, "D": d, "BLOCK_H": triton.next_power_of_2(heads), "BLOCK_D": block_d, "BLOCK_N": block_n},
+        )
