@@ -6,7 +6,7 @@ from rocm_serve.config.schema import DeviceName, ServeConfig
 from rocm_serve.errors import UserError
 
 AUTO_MOST = 256  # beyond it a step takes so long that launching its kernels one by one is hidden
-PROMPT_ROWS = 0  # of a prompt in a step of fixed size; with more, computing hides the launches
+PROMPT_ROWS = 2048  # most of a prompt in a step of fixed size; with more, computing hides the launches
 PROMPT_DECODES = 64  # decoding requests beside them
 _LEAST_ROWS = 64
 # Why no step with rows on their way to experts is captured, by exchange.
@@ -26,12 +26,13 @@ def batch_sizes(most: int) -> tuple[int, ...]:
 
 
 def prompt_sizes(most: int) -> tuple[int, ...]:
-    """Return the sizes that the rows of one prompt are padded to: powers of two from 64, from 256 their halves between.
+    """Return the sizes that a prompt is padded to: powers of two from 64, from 256 on halves between, and `most`.
 
     Empty where `most` is less than 64.
     """
-    found = [_LEAST_ROWS << i for i in range(max(0, most // _LEAST_ROWS).bit_length())]
-    return tuple(sorted(size for one in found for size in {one, one * 3 // 2 if one >= 256 else one} if size <= most))
+    powers = [_LEAST_ROWS << i for i in range(max(0, most // _LEAST_ROWS).bit_length())]
+    sizes = {*powers, *(one * 3 // 2 for one in powers if one >= 256)}
+    return tuple(sorted({size for size in sizes if size < most} | ({most} if powers else set())))
 
 
 def verified_sizes(most: int, draft_tokens: int) -> tuple[int, ...]:

@@ -197,9 +197,8 @@ def graph_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, re
     ]  # their logits are computed outside
     largest_step = step_bytes(params, facts, coord, decode)
     if prompts:
-        one = msgspec.structs.replace(
-            resolved, chunked_prefill_size=prompt_rows(resolved), max_running_requests=largest
-        )
+        beside = max(1, prompt_counts(resolved)[-1])
+        one = msgspec.structs.replace(resolved, chunked_prefill_size=prompt_rows(resolved), max_running_requests=beside)
         largest_step = max(largest_step, step_bytes(params, facts, coord, one))
     held = sum(rows) * left + sum(prompts) * facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
     return largest_step + held + (len(rows) + len(prompts)) * nodes * GRAPH_NODE_BYTES
@@ -207,7 +206,9 @@ def graph_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, re
 
 def prompt_rows(resolved: Resolved) -> int:
     """Return the most rows of a prompt in a step of fixed size; 0: there are no such steps."""
-    return 0 if resolved.device == "cpu" else min(graphs.PROMPT_ROWS, resolved.chunked_prefill_size)
+    if resolved.device == "cpu":
+        return 0
+    return min(graphs.PROMPT_ROWS, resolved.chunked_prefill_size, resolved.max_model_len)
 
 
 def prompt_counts(resolved: Resolved) -> tuple[int, ...]:
@@ -291,6 +292,7 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
         num_slots=slots,
         draft_tokens=resolved.draft_tokens,
         graph_max_batch=min(resolved.graph_max_batch, slots),
+        plan_ahead=in_effect(resolved.plan_ahead, resolved.graph_max_batch),
         reasons={
             "max_model_len": _why(resolved, "max_model_len"),
             "max_running_requests": running_why,

@@ -339,7 +339,7 @@ class TappedStage(LoadedStage):
     def runner(self, *, num_pages: int, num_slots: int) -> StageRunner:
         plain = LoadedStage.runner(self, num_pages=num_pages, num_slots=num_slots)
         parts = {name: getattr(plain, name) for name in StageRunner.__dataclass_fields__}
-        parts["decode"] = None  # its batches are padded, and a replay calls no op
+        parts["decode"] = parts["prompts"] = None  # their batches are padded, and a replay calls no op
         return TappedRunner(**parts, taps=self.taps)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rocm_serve.config.graphs import batch_sizes, decide, verified_sizes
+from rocm_serve.config.graphs import batch_sizes, decide, prompt_sizes, verified_sizes
 from rocm_serve.config.schema import DeviceName, ServeConfig
 from rocm_serve.errors import UserError
 
@@ -41,6 +41,20 @@ def test_sizes_are_powers_of_two_and_the_largest(most: int, sizes: tuple[int, ..
 )
 def test_batches_with_drafts_have_256_rows_at_most(most: int, drafts: int, sizes: tuple[int, ...]) -> None:
     assert verified_sizes(most, drafts) == sizes
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (63, ()),
+        (64, (64,)),
+        (100, (64, 100)),
+        (512, (64, 128, 256, 384, 512)),
+        (2048, (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)),
+    ],
+)
+def test_long_prompts_are_padded_by_a_third_at_most_and_a_whole_chunk_is_not(most: int, sizes: tuple[int, ...]) -> None:
+    assert prompt_sizes(most) == sizes
 
 
 @pytest.mark.parametrize("device", ["rocm", "cuda"])

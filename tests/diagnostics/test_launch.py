@@ -63,9 +63,9 @@ def test_two_nodes_of_mi300x_hold_the_2_4t_model_as_published_numbers_say(planne
 
 
 def test_experts_over_8_ranks_are_planned_with_and_without_sending_rows(planned: Plan) -> None:
-    plain = planned("mi300x", 8, 2)
-    local = planned("mi300x", 8, 2, ep=8)
-    mori = planned("mi300x", 8, 2, ep=8, expert_exchange="mori", allow_unvalidated=True)
+    plain = planned("mi300x", 8, 2, chunked_prefill_size=512)
+    local = planned("mi300x", 8, 2, ep=8, chunked_prefill_size=512)
+    mori = planned("mi300x", 8, 2, ep=8, expert_exchange="mori", allow_unvalidated=True, chunked_prefill_size=512)
     assert plain.experts == Experts(slots=512, slices=8, shared_extra=0)
     assert local.experts == Experts(slots=64, slices=1, shared_extra=0)
     assert mori.experts is not None and round(mori.experts.shared_extra / 1e9, 2) == 4.05
@@ -110,8 +110,9 @@ def test_weights_of_a_layer_exist_twice_while_aiter_lays_them_out(
 
 
 def test_weights_that_fit_but_cannot_be_laid_out_are_a_no(planned: Plan, model: Path) -> None:
-    config = ServeConfig(model=str(model), tp=8, pp=2, max_model_len=1024, max_running_requests=1)
-    one = planned("mi300x", 8, 2).ranks[8]  # of longer steps, so its caches are enough
+    short = {"chunked_prefill_size": 512}
+    config = ServeConfig(model=str(model), tp=8, pp=2, max_model_len=1024, max_running_requests=1, **short)
+    one = planned("mi300x", 8, 2, **short).ranks[8]  # of longer steps, so its caches are enough
     least = one.weights.total_bytes + one.step + 4 * one.slot + 64 * one.page
     assert least < one.weights.total_bytes + one.preparing
     tight = Gpu("tight", "rocm", "gfx942", 304, int((least + one.runtime) / 0.9) + 1)

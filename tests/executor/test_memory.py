@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rocm_serve.cache.allocate import KV_DTYPES, allocate_stage_cache, cache_bytes
 from rocm_serve.checkpoint.synthetic_configs import DIMS, model_config
+from rocm_serve.config import graphs
 from rocm_serve.errors import UserError
 from rocm_serve.executor import memory, sampler
 from rocm_serve.executor.memory import bytes_for_caches, cpu_memory, effective_limits, layout_of, page_bytes, slot_bytes
@@ -213,7 +214,9 @@ def test_weights_that_fit_but_cannot_be_laid_out_are_refused_with_the_way_out() 
 
 
 @pytest.mark.parametrize(("tp", "pp", "rank"), [(1, 1, 0), (2, 2, 0), (2, 2, 3)])
-def test_graphs_cost_a_step_of_the_largest_batch_and_what_every_size_leaves(tp: int, pp: int, rank: int) -> None:
+def test_graphs_cost_a_step_of_the_largest_batch_and_what_every_size_leaves(
+    monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, rank: int
+) -> None:
     """Two sizes more, 16 and 32: only what they leave, their nodes, and the larger pool come on top."""
     coord = Mesh(tp, pp).coord(rank)
     params = stage_params(facts(), coord, formats=ConfigFormats(facts()), mtp=False)
@@ -222,11 +225,15 @@ def test_graphs_cost_a_step_of_the_largest_batch_and_what_every_size_leaves(tp: 
         wish = resolved(tp=tp, pp=pp, device="rocm", dtype="bfloat16", graph_max_batch=most, max_running_requests=64)
         return memory.graph_bytes(params, facts(), coord, wish)
 
-    def pool(most: int) -> int:
+    def step(most: int, rows: int) -> int:
         wish = resolved(
-            tp=tp, pp=pp, device="rocm", dtype="bfloat16", max_running_requests=most, chunked_prefill_size=0
+            tp=tp, pp=pp, device="rocm", dtype="bfloat16", max_running_requests=most, chunked_prefill_size=rows
         )
         return memory.step_bytes(params, facts(), coord, wish)
+
+    def pool(most: int) -> int:
+        """Of steps that decode, and of the 64 rows of a prompt beside 64 that decode, whichever is larger."""
+        return max(step(most, 0), step(64, 64))
 
     assert costs(0) == 0
     row = 4 * facts().vocab_size // tp if coord.last_stage else 0
@@ -234,6 +241,10 @@ def test_graphs_cost_a_step_of_the_largest_batch_and_what_every_size_leaves(tp: 
     layers = facts().num_layers // pp
     nodes = 2 * layers * memory.GRAPH_NODES_OF_LAYER * memory.GRAPH_NODE_BYTES
     assert costs(32) - costs(8) == pool(32) - pool(8) + 48 * row + nodes
+    with_prompts = costs(8)
+    monkeypatch.setattr(graphs, "PROMPT_ROWS", 0)  # 64 rows of a prompt, alone and beside 64: two graphs less
+    left = (64 + 128) * 2 * facts().hidden_size
+    assert with_prompts - costs(8) == pool(8) - step(8, 0) + left + nodes
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -266,3 +277,5 @@ def test_graphs_of_all_ranks_count_as_far_as_every_rank_has_them() -> None:
     assert found.graph_max_batch == 0
     assert found.reasons == {"num_slots": "memory", "graph_max_batch": "kv_write by reference"}
     assert memory.with_graphs(limits, ready[:1]).graph_max_batch == 8
+    assert memory.with_graphs(limits, ready[:1], "graphs").plan_ahead
+    assert not memory.with_graphs(limits, ready, "graphs").plan_ahead, "steps are planned ahead where all have graphs"
