@@ -7,6 +7,7 @@ are compiled only, with the tile that the rule gives them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -22,7 +23,6 @@ from rocm_serve.ops.contract import Arguments, OpFunction
 from rocm_serve.ops.inputs import normal
 
 _BF16 = torch.bfloat16
-_MANY = {"FEW": 0}
 Build = Callable[[torch.Generator, Arch], Arguments]
 
 
@@ -31,6 +31,14 @@ def _few(*, direct: int, fused: int, splits: int, up: int = 128, down: int = 128
     for part, rows in (("UP", up), ("DOWN", down)):
         tile |= {f"{part}_BN": rows, f"{part}_WARPS": 4, f"{part}_STAGES": 2, f"{part}_UNROLL": unroll}
     return tile
+
+
+def _many(bm: int, short: int = 0, **changes: int) -> tiles.Tile:
+    """Return a tile of triton_grouped.py."""
+    tile = {"FEW": 0, "BM": bm, "UP_HALVES": 0, "DOWN_HELD": 0, "DOWN_RUN": 1}
+    for part in ("UP", "DOWN"):
+        tile |= {f"{part}_WARPS": 4, f"{part}_STAGES": 2, f"{part}_DESC": 0, f"{part}_SHORT": short}
+    return tile | changes
 
 
 def _experts(
@@ -86,6 +94,7 @@ _PLACED = "words of ids and places; a lane that loads 16 bytes of bf16 has 8 byt
 _EXCEPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "count_choices_kernel": {"wide_loads": _WORDS, "wide_stores": _WORDS},
+        "add_up_counts_kernel": {"wide_loads": _WORDS, "wide_stores": _WORDS},
         "place_choices_kernel": {"wide_loads": _WORDS, "wide_stores": _WORDS},
         "place_few_kernel": {"wide_loads": _WORDS, "wide_stores": _PLACED},
         "quantise_rows_kernel": {"wide_stores": "a lane that loads 16 bytes of bf16 has 8 bytes of FP8"},
@@ -99,14 +108,28 @@ _EXCEPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "few_down_kernel": {"wide_stores": _TURNED},
         "few_combine_kernel": {"wide_stores": "a lane that loads 16 bytes of float32 has 8 bytes of bf16"},
         "few_down_combine_kernel": {"wide_stores": "a program has 64 columns of one row to store"},
+        "alone_gate_up_kernel": {
+            "wide_loads": "128 columns of 8 rows are shared by all lanes: 4 bytes of FP8, 8 of bf16 for each",
+            "wide_stores": "a program has 8 columns of one row to store",
+        },
+        "alone_down_kernel": {"wide_stores": "a program has 8 columns of one row to store"},
     }
 )
 
 
 def _kernels(tile: tiles.Tile, *, quantised: bool) -> tuple[str, ...]:
     if not tile["FEW"]:
-        several = ("count_choices_kernel", "place_choices_kernel", "gate_up_kernel", "down_kernel", "combine_kernel")
+        several = (
+            "count_choices_kernel",
+            "add_up_counts_kernel",
+            "place_choices_kernel",
+            "gate_up_kernel",
+            "down_kernel",
+            "combine_kernel",
+        )
         return (*(("quantise_rows_kernel",) if quantised else ()), *several)
+    if "ALONE" in tile:
+        return "alone_gate_up_kernel", "few_activate_kernel", "alone_down_kernel"
     first = ("quantise_rows_kernel",) if tile["DIRECT"] and quantised else ()
     first = first if tile["DIRECT"] else ("place_few_kernel",)
     up = ("few_partial_kernel", "few_activate_kernel") if tile["UP_SPLITS"] else ("few_gate_up_kernel",)
@@ -141,24 +164,41 @@ def _by_rule(rows: int, activation: str | None) -> Trial:
     return _trial(f"2.4T, {rows} rows", tiles.by_rule("moe_experts", shape, "gfx942"), activation, build, real=True)
 
 
+def _compiled(case: str, tile: tiles.Tile) -> Trial:
+    """Compile a tile that no rule gives on this card, at a real size."""
+    build = partial(_real, rows=1, activation="fp8_1x128")
+    return replace(_trial(case, tile, "fp8_1x128", build, real=True), native_fp8=(), call=partial(_forced, tile))
+
+
 _ACTIVATIONS = ("bf16", "fp8_1x128")
 _IN_ORDER = _few(direct=0, fused=0, splits=0)
 _PARTS = _few(direct=1, fused=0, splits=2, up=64, down=64, unroll=2)
 _ALONE = _few(direct=1, fused=1, splits=0, down=64)
+_ROWS_ALONE = {"FEW": 1, "ALONE": 1, "UP_BN": 8, "UP_WARPS": 4, "UP_STAGES": 2, "DOWN_BN": 8, "DOWN_WARPS": 4}
 
 TRIALS: tuple[Trial, ...] = (
-    _trial("7 rows, 5 live", _MANY, None, partial(_experts, rows=7, h=72, i=40, e=3, k=2, live=5)),
+    _trial("7 rows, 5 live", _many(16), None, partial(_experts, rows=7, h=72, i=40, e=3, k=2, live=5)),
     *(
-        _trial("width 192", _MANY, a, partial(_experts, rows=5, h=160, i=192, e=3, k=2, activation=a))
+        _trial(
+            "width 192",
+            _many(16, UP_HALVES=1, DOWN_RUN=2),
+            a,
+            partial(_experts, rows=5, h=160, i=192, e=3, k=2, activation=a),
+        )
         for a in _ACTIVATIONS
     ),
     *(
-        _trial("tiles of 64", _MANY, a, partial(_experts, rows=50, h=128, i=128, e=2, k=2, activation=a))
+        _trial(
+            "tiles of 64",
+            _many(64, short=1, DOWN_HELD=1),
+            a,
+            partial(_experts, rows=50, h=128, i=128, e=2, k=2, activation=a),
+        )
         for a in _ACTIVATIONS
     ),
     _trial(
         "a count on the device",
-        _MANY,
+        _many(16),
         None,
         partial(_experts, rows=6, h=64, i=32, e=4, k=2, live=torch.tensor([4], dtype=torch.int32)),
     ),
@@ -186,5 +226,21 @@ TRIALS: tuple[Trial, ...] = (
         "fp8_1x128",
         partial(_experts, rows=2, h=256, i=128, e=4, k=3, activation="fp8_1x128"),
     ),
+    _trial(
+        "in three launches, a count on the device",
+        _ROWS_ALONE | {"UP_BK": 128},
+        None,
+        partial(_experts, rows=3, h=72, i=40, e=4, k=3, live=torch.tensor([2], dtype=torch.int32)),
+    ),
+    *(
+        _trial(
+            "in three launches, width 128",
+            _ROWS_ALONE | {"UP_BK": 128},
+            a,
+            partial(_experts, rows=2, h=256, i=128, e=4, k=3, activation=a),
+        )
+        for a in _ACTIVATIONS
+    ),
+    _compiled("2.4T, in three launches", _ROWS_ALONE | {"UP_BK": 1024}),
     *(_by_rule(rows, a) for a in (None, *_ACTIVATIONS) for rows in (1, 60, 180, 500)),
 )

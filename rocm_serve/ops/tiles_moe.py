@@ -1,26 +1,32 @@
 """Tiles of the routed experts in Triton, by rule and to be tried; see tiles.py. No torch.
 
 A shape: `rows`, `k` choices a row, `e` experts here, `h` and `i` their widths, `bits` of the factors of a product. A
-tile with FEW is of moe_experts/triton_few.py; one without is of triton_grouped.py, which chooses its own.
+tile with FEW is of moe_experts/triton_few.py; one without is of triton_grouped.py, see tiles_moe_grouped.py.
 
 BM: choices of an expert multiplied at once. DIRECT: every choice is a tile, nothing is put in order. FUSED: a program
 goes through all experts of a row and sums. UP_*: the product with gate and up; UP_SPLITS ways along K, or 0: whole,
 both in one program that quantises what they make. DOWN_*: the product with down. BN rows of a weight, UNROLL steps of
 128 columns at a time, WARPS, STAGES. PDL: a kernel is put on the device while the one before ends, as NVIDIA's can be.
+ALONE: of moe_experts/triton_alone.py, where UP_BK columns of UP_BN rows of gate and up are multiplied at once.
 
 On sm_90, FP8 instructions (4 warps and more) keep some 14 bits of a sum; what is quantised next then moves by a code
-now and then, 4e-3 to 7e-3 of the result on an H200. Two warps multiply as float16, whose sums are float32.
+now and then, 4e-3 to 8e-3 of the result on an H200. Two warps multiply as float16, whose sums are float32: only those
+are tried there for gate and up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rocm_serve.ops.tiles_linear import has_following
+from rocm_serve.ops.tiles_moe_grouped import grouped_tile, grouped_tiles
+
 Tile = dict[str, int]
 Shape = Mapping[str, int]
 Part = tuple[int, int, int, int]  # the numbers of one product, in the order of _KEYS
 
 MOST_FEW_ROWS = 256
+MOST_ROWS_ALONE = 2
 _UNITS = 132  # of an H200; a rule needs the order of magnitude
 _KEYS = ("BN", "WARPS", "STAGES", "UNROLL")
 
@@ -29,7 +35,7 @@ def moe_experts_tile(shape: Shape, arch: str) -> Tile:
     """Keep enough programs on every unit, with as few launches as that allows."""
     rows, width = shape["rows"], shape["i"]
     if rows > MOST_FEW_ROWS:
-        return {"FEW": 0}
+        return grouped_tile(shape, arch)
     if shape["bits"] == 32:  # for proofs, not for speed
         return _tile(16, 0, 0, 0, (128, 4, 1, 1), (128, 4, 1, 1))
     whole = _distinct(shape) * -(-width // 128)  # programs that make 128 columns of gate and of up
@@ -40,18 +46,23 @@ def moe_experts_tile(shape: Shape, arch: str) -> Tile:
     if arch.startswith("gfx"):
         wide = (64 if shape["h"] >= 4096 else 32) if alone else 128
         return _tile(16, alone, alone, splits, (128, 4, 2, 1), (wide, 4, 2, 1))
+    if rows == 1 and shape["h"] <= 4096 and has_following(arch):
+        return _alone(shape, 8, 1024, 4, 8, 4)
     return _following(_tile(16, alone, 0, max(splits, 1), (64, 2, 6, 1), (128, 4, 4, 1)), arch)
 
 
 def moe_experts_tiles(shape: Shape, arch: str) -> list[Tile]:
     """List pairs of a way up and a way down that may win at so many rows, the rule's among them."""
     rule = moe_experts_tile(shape, arch)
-    if shape["bits"] == 32 or not rule["FEW"]:
+    if not rule["FEW"]:
+        return grouped_tiles(shape, arch)
+    if shape["bits"] == 32:
         return [rule]
     rows, at_once = shape["rows"], min(4, -(-shape["i"] // 128))
     few, some, many = (1, 2, 2) if arch.startswith("gfx") else (3, 4, 6)  # stages
     exact: list[tuple[int, Part]]
     ups: list[tuple[int, Part]] = [(0, (128, 4, few, 1)), (1, (128, 4, some, 1)), (1, (128, 4, few, 2))]
+    inexact = shape["bits"] == 8 and has_following(arch)  # up to 8e-3 of the result on an H200
     if rows <= 4:
         ups += [(splits, (128, 4, some, 1)) for splits in (2, 4)]
         exact = [(splits, (64, 2, many, 1)) for splits in (1, 2, 4)] + [(2, (128, 2, some, 1)), (4, (128, 2, some, 1))]
@@ -68,14 +79,30 @@ def moe_experts_tiles(shape: Shape, arch: str) -> list[Tile]:
         downs += [(1, (64, 4, few, at_once))]
     direct = int(rows <= 4)
     found: list[Tile] = []
-    for splits, up in [*exact, *ups]:
+    for splits, up in [*exact, *(() if inexact else ups)]:
         found += [_tile(16, direct, fused, splits, up, down) for fused, down in downs]
-    return [rule, rule | {"PDL": 0}, *(_following(tile, arch) for tile in found)]
+    alone = _tiles_alone(shape) if rows <= MOST_ROWS_ALONE else []
+    found = [_following(tile, arch) for tile in found]
+    return [rule, *alone, *(found[0] | {"PDL": pdl} for pdl in (0, found[0]["PDL"])), *found]
 
 
 def _following(tile: Tile, arch: str) -> Tile:
     """Return the tile with PDL where the card has it."""
-    return tile | {"PDL": int(arch.startswith("sm_") and arch not in ("sm_80", "sm_86", "sm_89"))}
+    return tile | {"PDL": int(has_following(arch))}
+
+
+def _tiles_alone(shape: Shape) -> list[Tile]:
+    """List tiles of rows alone: how many bytes a program has on its way, and how many programs that makes."""
+    ups = ((8, 1024, 4), (16, 1024, 8), (8, 512, 4), (4, 1024, 4), (8, 2048, 8), (8, 2048, 4))
+    downs = ((8, 4), (8, 8), (4, 4), (16, 8))
+    return [_alone(shape, *up, *down) for up in ups for down in downs]
+
+
+def _alone(shape: Shape, up: int, deep: int, up_warps: int, down: int, down_warps: int) -> Tile:
+    """Return the tile of rows alone; a row that is shorter than `deep` has all of its columns at once."""
+    deep = max(128, min(deep, 1 << max(shape["h"] - 1, 0).bit_length()))
+    sizes = {"UP_BN": up, "UP_BK": deep, "UP_WARPS": up_warps, "UP_STAGES": 3 if deep < shape["h"] else 1}
+    return {"FEW": 1, "ALONE": 1, **sizes, "DOWN_BN": down, "DOWN_WARPS": down_warps}
 
 
 def _distinct(shape: Shape) -> float:

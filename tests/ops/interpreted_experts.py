@@ -18,7 +18,13 @@ from rocm_serve.ops.inputs import block_fp8, normal
 from tests.ops.interpreted import F32, errors, exact_rows, one_thread, wide
 from tests.ops.poison import poisoned
 
-MANY = {"FEW": 0}
+
+def many(*, bm: int = 16, short: int = 0, halves: int = 0, held: int = 0, run: int = 1) -> tiles.Tile:
+    """Return a tile of triton_grouped.py."""
+    tile = {"FEW": 0, "BM": bm, "UP_HALVES": halves, "DOWN_HELD": held, "DOWN_RUN": run}
+    for part in ("UP", "DOWN"):
+        tile |= {f"{part}_WARPS": 4, f"{part}_STAGES": 1, f"{part}_DESC": 0, f"{part}_SHORT": short}
+    return tile
 
 
 def few(*, direct: int, fused: int, splits: int, up: int = 128, down: int = 128, unroll: int = 1) -> tiles.Tile:
@@ -27,6 +33,12 @@ def few(*, direct: int, fused: int, splits: int, up: int = 128, down: int = 128,
     for part, rows in (("UP", up), ("DOWN", down)):
         tile |= {f"{part}_BN": rows, f"{part}_WARPS": 4, f"{part}_STAGES": 1, f"{part}_UNROLL": unroll}
     return tile
+
+
+def alone(*, up: int, deep: int, down: int) -> tiles.Tile:
+    """Return a tile of triton_alone.py; `up` and `down`: rows of a weight, `deep` columns at once."""
+    sizes = {"UP_BN": up, "UP_BK": deep, "UP_WARPS": 4, "UP_STAGES": 2, "DOWN_BN": down, "DOWN_WARPS": 4}
+    return {"FEW": 1, "ALONE": 1, **sizes}
 
 
 def provider(tile: tiles.Tile) -> Callable[..., torch.Tensor]:
@@ -111,20 +123,29 @@ def some_elsewhere(g: torch.Generator, t: int, h: int) -> dict[str, Any]:
 
 
 def moe_experts_in_tiles(g: torch.Generator) -> list[float]:
-    made = some_elsewhere(g, 9, 72)
-    return errors("moe_experts", provider(MANY), made) + errors("moe_experts", provider(MANY), made | {"num_rows": 0})
+    made, run = some_elsewhere(g, 9, 72), provider(many())
+    return errors("moe_experts", run, made) + errors("moe_experts", run, made | {"num_rows": 0})
 
 
 def moe_experts_in_tiles_fp8_weights(g: torch.Generator) -> list[float]:
     """An expert width of 192: the rows of gate and up meet inside a block of scales."""
-    return errors("moe_experts", provider(MANY), case(g, 5, 160, 192, 3, 2, block=True))
+    made = case(g, 5, 160, 192, 3, 2, block=True)
+    return errors("moe_experts", provider(many(run=2)), made) + errors("moe_experts", provider(many(halves=1)), made)
+
+
+def moe_experts_in_short_tiles(g: torch.Generator) -> list[float]:
+    """Experts with 0, 1, 8, 9, 16 and 17 choices, in tiles of 16 whose halves are 8; hidden rows are kept."""
+    made = case(g, 51, 300, 96, 6, 1, block=False)
+    each = [expert for expert, rows in enumerate((0, 1, 8, 9, 16, 17)) for _ in range(rows)]
+    made["ids_Tk"] = torch.tensor(each, dtype=torch.int32)[torch.randperm(51, generator=g), None].contiguous()
+    return errors("moe_experts", provider(many(short=1, held=1, run=2)), made)
 
 
 def moe_experts_in_panels(g: torch.Generator) -> list[float]:
     from rocm_serve.ops.moe_experts import triton_grouped
 
     with mock.patch.object(triton_grouped, "_RETURNED_BYTES", 4 * 128 * 12):
-        return errors("moe_experts", provider(MANY), case(g, 6, 300, 32, 4, 2, block=False))
+        return errors("moe_experts", provider(many(held=1, run=3)), case(g, 6, 300, 32, 4, 2, block=False))
 
 
 def moe_experts_in_order(g: torch.Generator) -> list[float]:
@@ -148,6 +169,22 @@ def moe_experts_in_order_fp8_weights(g: torch.Generator) -> list[float]:
     return found + errors("moe_experts", provider(few(direct=1, fused=1, splits=0, down=64)), made)
 
 
+def moe_experts_alone(g: torch.Generator) -> list[float]:
+    """Rows without an expert, a count on the device; scales of each row of a weight, and one of them all."""
+    made, run = some_elsewhere(g, 5, 72), provider(alone(up=8, deep=128, down=16))
+    found = errors("moe_experts", run, made) + errors("moe_experts", run, made | {"num_rows": 0})
+    run = provider(alone(up=16, deep=256, down=8))
+    found += errors("moe_experts", run, case(g, 2, 300, 192, 3, 3, block=True))
+    found += errors("moe_experts", run, case(g, 2, 256, 128, 3, 2, block=True))
+    return found + errors(
+        "moe_experts", provider(alone(up=256, deep=512, down=256)), case(g, 2, 160, 40, 3, 2, block=True)
+    )
+
+
+def moe_experts_alone_fp8_rows(g: torch.Generator) -> list[float]:
+    return _of_rows(g, alone(up=8, deep=128, down=16)) + _of_rows(g, alone(up=32, deep=1024, down=64))
+
+
 def _of_rows(g: torch.Generator, tile: tiles.Tile) -> list[float]:
     made = case(g, 4, 256, 128, 3, 2, block=True) | {"x_TH": exact_rows(g, 4, 256), "activation": "fp8_1x128"}
     return errors("moe_experts", provider(tile), made)
@@ -155,7 +192,7 @@ def _of_rows(g: torch.Generator, tile: tiles.Tile) -> list[float]:
 
 def moe_experts_in_tiles_fp8_rows(g: torch.Generator) -> list[float]:
     """The hidden rows are rounded as the interpreter does it: this shows that nothing is misplaced, not more."""
-    return _of_rows(g, MANY)
+    return _of_rows(g, many(halves=1)) + _of_rows(g, many(held=1, run=2))
 
 
 def moe_experts_in_order_fp8_rows(g: torch.Generator) -> list[float]:
@@ -170,7 +207,11 @@ def moe_experts_sent_rows(g: torch.Generator) -> str | list[float]:
     rows, scales = fp8.quantise_rows(made["x_TH"], torch.float8_e4m3fn)
     rows[4:], scales[4:] = float("nan"), float("nan")
     sent = made | {"x_TH": rows, "x_scale": wide(scales), "out_dtype": F32}
-    for live, tile in ((4, MANY), (torch.tensor([4], dtype=torch.int32), few(direct=0, fused=1, splits=1))):
+    for live, tile in (
+        (4, alone(up=16, deep=128, down=16)),
+        (4, many(short=1)),
+        (torch.tensor([4], dtype=torch.int32), few(direct=0, fused=1, splits=1)),
+    ):
         with poisoned():
             ours, plain = (provider(tile)(**one | {"num_rows": live}) for one in (sent, made))
         if ours.dtype != F32 or not torch.equal(ours, plain):
@@ -186,14 +227,18 @@ LIMITS: dict[str, float] = dict.fromkeys(
         "place_few_beside_quantising",
         "moe_experts_in_tiles",
         "moe_experts_in_tiles_fp8_weights",
+        "moe_experts_in_short_tiles",
         "moe_experts_in_panels",
         "moe_experts_in_order",
         "moe_experts_in_one_go",
         "moe_experts_in_order_fp8_weights",
+        "moe_experts_alone",
         "moe_experts_sent_rows",
     ),
     2e-6,
-) | {"moe_experts_in_tiles_fp8_rows": 0.15, "moe_experts_in_order_fp8_rows": 0.15}
+) | dict.fromkeys(
+    ("moe_experts_in_tiles_fp8_rows", "moe_experts_in_order_fp8_rows", "moe_experts_alone_fp8_rows"), 0.15
+)
 
 
 def main() -> None:

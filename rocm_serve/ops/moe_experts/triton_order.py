@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 
 from rocm_serve.ops.fp8 import BLOCK, fp8_max
-from rocm_serve.ops.triton_common.triton import quantise_tile
+from rocm_serve.ops.triton_common.triton import begin_in_turn, quantise_tile
 
 _BLOCK = tl.constexpr(BLOCK)
-_CHOICES_AT_ONCE = 1024
+_PIECE = 256  # choices that a program counts and places
+_OTHERS_AT_ONCE = 8  # that it compares its own with
+_PIECES_AT_ONCE = 1024
 MOST_CHOICES = 8192  # that one program reads at once
 
 
@@ -44,32 +46,46 @@ def _empty_order(ids_Tk: torch.Tensor, num_experts: int, tile: int) -> Order:
     max_tiles = (choices + min(choices, num_experts) * (tile - 1)) // tile
     made = {"dtype": torch.int32, "device": ids_Tk.device}
     return Order(
-        ids_Tk, torch.empty(max_tiles * tile, **made), torch.empty(max_tiles, **made), torch.empty(1, **made), max_tiles
+        ids_Tk,
+        torch.empty(max_tiles * tile, **made),
+        torch.empty(max_tiles, **made),
+        torch.empty(1, **made),
+        max_tiles,
     )
 
 
 def sort_choices(ids_Tk: torch.Tensor, num_rows: int | torch.Tensor, num_experts: int, tile: int) -> Order:
-    """Put the choices of the first `num_rows` rows in order of their expert; those of no expert here are left out."""
+    """Put the choices of the first `num_rows` rows in order of their expert; those of no expert here are left out.
+
+    Three launches, each with a program for a piece of the choices or for an expert: pieces count theirs, experts add up
+    what pieces before have, pieces place theirs.
+    """
     order = _empty_order(ids_Tk, num_experts, tile)
     choices = order.num_choices
-    counts = torch.empty(num_experts, dtype=torch.int32, device=ids_Tk.device)
+    pieces = triton.cdiv(choices, _PIECE)
+    made = {"dtype": torch.int32, "device": ids_Tk.device}
+    starts, totals = torch.empty(num_experts, pieces, **made), torch.empty(num_experts, **made)
     common = {
         "TOP_K": ids_Tk.shape[1],
+        "EXPERTS": num_experts,
+        "EXPERTS_BLOCK": triton.next_power_of_2(num_experts),
+        "PIECE": _PIECE,
         "ROWS_ON_DEVICE": isinstance(num_rows, torch.Tensor),
-        "BLOCK": _CHOICES_AT_ONCE,
     }
-    count_choices_kernel[(num_experts,)](ids_Tk, num_rows, counts, choices, **common)
-    place_choices_kernel[(num_experts,)](
+    count_choices_kernel[(pieces,)](ids_Tk, num_rows, starts, pieces, choices, **common)
+    add_up_counts_kernel[(num_experts,)](starts, totals, pieces, BLOCK=_PIECES_AT_ONCE)
+    place_choices_kernel[(num_experts + pieces,)](
         ids_Tk,
         num_rows,
-        counts,
+        starts,
+        totals,
         order.choices,
         order.expert_of_tile,
         order.num_tiles,
+        pieces,
         choices,
-        EXPERTS=num_experts,
-        EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
         BM=tile,
+        OTHERS=_OTHERS_AT_ONCE,
         **common,
     )
     return order
@@ -87,7 +103,7 @@ def place_few(
     """Do what `sort_choices` does, and quantise the rows `x` to `dtype` beside it, in one launch.
 
     Shapes: x [T, H] -> FP8 values [T, H] and fp32 multipliers [T, ceil(H / 128)]. At most MOST_CHOICES choices.
-    `launch`: how the kernel follows the one before it, see `after_the_kernel_before`.
+    `launch`: how the kernel follows the one before it, see `begin`.
     """
     order = _empty_order(ids_Tk, num_experts, tile)
     assert order.num_choices <= MOST_CHOICES, f"{order.num_choices} choices are too many for one program"
@@ -128,18 +144,6 @@ def place_few(
 
 
 @triton.jit
-def after_the_kernel_before(PDL: tl.constexpr):
-    """Wait until the kernel before has written its results, where NVIDIA's programmatic dependent launch is used.
-
-    Programs are put on the device while that kernel ends, and those of the next kernel while this one does. Every
-    kernel that is launched so must wait before it reads: whether the one after it may start hangs on nothing else.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def expert_of(ids_ptr, choice, num_choices, num_rows, TOP_K: tl.constexpr, ROWS_ON_DEVICE: tl.constexpr):
     """Return the expert of each choice, -1 for those of padding rows."""
     if ROWS_ON_DEVICE:
@@ -149,62 +153,91 @@ def expert_of(ids_ptr, choice, num_choices, num_rows, TOP_K: tl.constexpr, ROWS_
     return tl.load(ids_ptr + choice, mask=choice < tl.minimum(live * TOP_K, num_choices), other=-1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_choices"])
+@triton.jit(do_not_specialize=["num_rows", "num_pieces", "num_choices"])
 def count_choices_kernel(
     ids_ptr,
     num_rows,
     counts_ptr,
+    num_pieces,
     num_choices,
     TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
     ROWS_ON_DEVICE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
+    piece = tl.program_id(0)
+    choice = piece * PIECE + tl.arange(0, PIECE)
+    expert = expert_of(ids_ptr, choice, num_choices, num_rows, TOP_K, ROWS_ON_DEVICE)
+    held = (expert >= 0) & (expert < EXPERTS)
+    counts = tl.histogram(tl.where(held, expert, 0), EXPERTS_BLOCK, mask=held)
+    other = tl.arange(0, EXPERTS_BLOCK)
+    tl.store(counts_ptr + other * num_pieces + piece, counts, mask=other < EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_pieces"])
+def add_up_counts_kernel(counts_ptr, totals_ptr, num_pieces, BLOCK: tl.constexpr):
+    """Replace the counts of an expert by the sums of those before, and write the sum of all."""
     expert = tl.program_id(0)
-    found = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, num_choices, BLOCK):
-        choice = first + tl.arange(0, BLOCK)
-        own = expert_of(ids_ptr, choice, num_choices, num_rows, TOP_K, ROWS_ON_DEVICE) == expert
-        found += own.to(tl.int32)
-    tl.store(counts_ptr + expert, tl.sum(found, 0))
+    total = expert * 0  # a number of the device, as the loop carries it
+    for first in range(0, num_pieces, BLOCK):
+        piece = first + tl.arange(0, BLOCK)
+        at = counts_ptr + expert * num_pieces + piece
+        count = tl.load(at, mask=piece < num_pieces, other=0)
+        tl.store(at, total + tl.cumsum(count, 0) - count, mask=piece < num_pieces)
+        total += tl.sum(count, 0)
+    tl.store(totals_ptr + expert, total)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_choices"])
+@triton.jit(do_not_specialize=["num_rows", "num_pieces", "num_choices"])
 def place_choices_kernel(
     ids_ptr,
     num_rows,
-    counts_ptr,
+    starts_ptr,
+    totals_ptr,
     choices_ptr,
     expert_of_tile_ptr,
     num_tiles_ptr,
+    num_pieces,
     num_choices,
+    TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
-    BM: tl.constexpr,
-    TOP_K: tl.constexpr,
+    PIECE: tl.constexpr,
     ROWS_ON_DEVICE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BM: tl.constexpr,
+    OTHERS: tl.constexpr,
 ):
-    """Every program places the choices of one expert, in their own order: the result is the same every time."""
-    expert = tl.program_id(0)
+    """One program for each expert, which names its tiles and fills the last, then one for each piece of the choices."""
     other = tl.arange(0, EXPERTS_BLOCK)
-    tiles = (tl.load(counts_ptr + other, mask=other < EXPERTS, other=0) + BM - 1) // BM
-    first_tile = tl.sum(tl.where(other < expert, tiles, 0), 0)
-    own_tiles = tl.sum(tl.where(other == expert, tiles, 0), 0)
-    if expert == EXPERTS - 1:
-        tl.store(num_tiles_ptr, first_tile + own_tiles)
-    if own_tiles > 0:
-        at = choices_ptr + first_tile * BM
-        placed = own_tiles * 0  # a number of the device, as the loop carries it
-        for first in range(0, num_choices, BLOCK):
-            choice = first + tl.arange(0, BLOCK)
-            own = expert_of(ids_ptr, choice, num_choices, num_rows, TOP_K, ROWS_ON_DEVICE) == expert
-            one = own.to(tl.int32)
-            tl.store(at + placed + tl.cumsum(one, 0) - one, choice, mask=own)
-            placed += tl.sum(one, 0)
-        rest = placed + tl.arange(0, BM)
-        tl.store(at + rest, tl.zeros((BM,), tl.int32) + num_choices, mask=rest < own_tiles * BM)
+    totals = tl.load(totals_ptr + other, mask=other < EXPERTS, other=0)
+    tiles = (totals + BM - 1) // BM
+    program = tl.program_id(0)
+    if program < EXPERTS:
+        first_tile = tl.sum(tl.where(other < program, tiles, 0), 0)
+        own_tiles = tl.sum(tl.where(other == program, tiles, 0), 0)
+        rest = tl.sum(tl.where(other == program, totals, 0), 0) + tl.arange(0, BM)
+        empty = tl.zeros((BM,), tl.int32) + num_choices
+        tl.store(choices_ptr + first_tile * BM + rest, empty, mask=rest < own_tiles * BM)
         for tile in range(0, own_tiles):
-            tl.store(expert_of_tile_ptr + first_tile + tile, expert)
+            tl.store(expert_of_tile_ptr + first_tile + tile, program)
+        if program == EXPERTS - 1:
+            tl.store(num_tiles_ptr, first_tile + own_tiles)
+    else:
+        piece = program - EXPERTS
+        place = tl.arange(0, PIECE)
+        choice = piece * PIECE + place
+        expert = expert_of(ids_ptr, choice, num_choices, num_rows, TOP_K, ROWS_ON_DEVICE)
+        held = (expert >= 0) & (expert < EXPERTS)
+        before = tl.zeros((PIECE,), tl.int32)  # choices of the same expert that come first, in this piece
+        for first in range(0, PIECE, OTHERS):
+            near = first + tl.arange(0, OTHERS)
+            same = expert_of(ids_ptr, piece * PIECE + near, num_choices, num_rows, TOP_K, ROWS_ON_DEVICE)
+            earlier = (same[None, :] == expert[:, None]) & (near[None, :] < place[:, None])
+            before += tl.sum(earlier.to(tl.int32), 1)
+        at = tl.gather((tl.cumsum(tiles, 0) - tiles) * BM, tl.where(held, expert, 0), 0)
+        at += tl.load(starts_ptr + expert * num_pieces + piece, mask=held, other=0) + before
+        tl.store(choices_ptr + at, choice, mask=held)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_choices", "max_tiles", "all_rows"])
@@ -234,7 +267,7 @@ def place_few_kernel(
     PDL: tl.constexpr,
 ):
     """One program for each expert, which counts all choices itself, then one for each block of rows."""
-    after_the_kernel_before(PDL)
+    begin_in_turn(PDL)
     program = tl.program_id(0)
     if program < EXPERTS:
         choice = tl.arange(0, CHOICES)
