@@ -129,7 +129,7 @@ class GatedDeltaNet(nn.Module):
         if sequences.num_recurrent == sequences.num_sequences and replay is None:
             return self._step(u_TC, ba_TG, z_THV, sequences, batch.cache)
         if not sequences.num_recurrent and replay is None:
-            return self.norm(self._read_by_prompts(u_TC, ba_TG, sequences, batch.cache), z_THV)
+            return self.norm(self._read_by_prompts(u_TC, ba_TG, sequences, batch), z_THV)
         if replay is not None:
             y_NHV = self._step_with_drafts(u_TC, ba_TG, z_THV, batch, replay)
             if len(y_NHV) == len(u_TC):
@@ -141,16 +141,19 @@ class GatedDeltaNet(nn.Module):
             y_THV = self._step(u_TC, ba_TG, z_THV, sequences.recurrent, batch.cache)
         prompt = sequences.prompt
         if prompt.num_sequences:
-            read_THV = self._read_by_prompts(u_TC, ba_TG, prompt, batch.cache)
+            read_THV = self._read_by_prompts(u_TC, ba_TG, prompt, batch)
             y_THV[prompt.rows] = self.norm(read_THV[prompt.rows], z_THV[prompt.rows])
         return y_THV
 
     def _read_by_prompts(
-        self, u_TC: torch.Tensor, ba_TG: torch.Tensor, prompt: Sequences, cache: StageCache
+        self, u_TC: torch.Tensor, ba_TG: torch.Tensor, prompt: Sequences, batch: ForwardBatch
     ) -> torch.Tensor:
         """Return what rows of prompts read, [T, H, V]; rows of no sequence are zeros."""
-        read_THV = zero_outside(u_TC.new_empty(len(u_TC), self.value_heads, self.value_dim), prompt.rows)
-        self._advance(u_TC, ba_TG, prompt, cache, read_THV)
+        if batch.live_rows is None:
+            read_THV = zero_outside(u_TC.new_empty(len(u_TC), self.value_heads, self.value_dim), prompt.rows)
+        else:  # the device may know fewer rows of them than the host does
+            read_THV = self._zeros(u_TC)
+        self._advance(u_TC, ba_TG, prompt, batch.cache, read_THV)
         return read_THV
 
     def _step_with_drafts(

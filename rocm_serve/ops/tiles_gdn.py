@@ -24,17 +24,22 @@ def gdn_chunk_tile(shape: Shape, arch: str) -> Tile:
     values, heads = 64, shape["rows"] * shape["heads"]
     while values > 16 and (heads * -(-shape["v"] // values) < 128 or values >= 2 * shape["v"]):
         values //= 2
-    return {"BV": values, "num_warps": 4, "num_stages": 3 if arch.startswith("sm_") else 1, "prepare_warps": 4}
+    gfx = arch.startswith("gfx")
+    return {"BV": values, "num_warps": 4, "num_stages": 1 if gfx else 3, "SPLIT": int(gfx)}
 
 
 def gdn_chunk_tiles(shape: Shape, arch: str) -> list[Tile]:
-    """List parts of a head of 16 value dimensions and more. Loops that are not pipelined went wrong on sm_90."""
+    """List parts of a head of 16 value dimensions and more. A loop that is not pipelined went wrong on sm_90.
+
+    SPLIT: a launch of its own solves the systems of sub-chunks, which takes fewer registers.
+    """
     stages = (2, 3, 4) if arch.startswith("sm_") else (1, 2)
     return [
-        {"BV": values, "num_warps": warps, "num_stages": depth, "prepare_warps": 4}
+        {"BV": values, "num_warps": warps, "num_stages": depth, "SPLIT": split}
         for values in (16, 32, 64, 128)
         for warps in (4, 8)
         for depth in stages
+        for split in (0, 1)
         if values <= max(16, _power_of_two(shape["v"]))
     ]
 

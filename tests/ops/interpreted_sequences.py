@@ -153,17 +153,18 @@ def gdn_chunk_in_chunks(g: G) -> list[float]:
     sizes: dict[str, Any] = {"heads": 2, "key_heads": 1, "key": 20, "value": 37}
     forgetting: dict[str, Any] = gdn_case(g, F32, rows=(30,), heads=1, key_heads=1, key=16, value=16, decay=-5.0)
     forgetting["a_TH"][7] = 1e30
+    found = []
     with mock.patch.object(chunk, "gdn_chunk", chunk.chunked):
-        return [
-            e
-            for made in (
-                case("gdn_chunk", "no sequences", g),
-                gdn_case(g, F32, rows=(5, 0, 130, 64, 1), first_row=3, **sizes),
-                gdn_case(g, F32, rows=(66,), heads=1, key_heads=1, key=16, value=16, decay=3.0, fresh=True),
-                forgetting,
-            )
-            for e in errors("gdn_chunk", made)
-        ]
+        for split, made in (
+            (0, case("gdn_chunk", "no sequences", g)),
+            (0, gdn_case(g, F32, rows=(5, 0, 130, 64, 1), first_row=3, **sizes)),
+            (1, gdn_case(g, F32, rows=(66,), heads=1, key_heads=1, key=16, value=16, decay=3.0, fresh=True)),
+            (1, forgetting),
+        ):
+            tile = {"BV": 16, "num_warps": 4, "num_stages": 1, "SPLIT": split}
+            with mock.patch.object(chunk.tiles, "tile", return_value=tile):
+                found += errors("gdn_chunk", made)
+    return found
 
 
 def attention_prefill(g: G) -> list[float]:
@@ -185,15 +186,6 @@ def attention_prefill_described(g: G) -> list[float]:
         with tiles.forced("attention_prefill", chosen), mock.patch.object(prefill, "KEYS_AT_A_TIME", most):
             found += errors("attention_prefill", made)
     return found
-
-
-def attention_prefill_in_splits(g: G) -> list[float]:
-    """Sequences whose keys end in the first of three splits, in the last, and at a border; a tile with two kinds."""
-    sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "d": 24, "page_size": 5, "v_scale": 1.5}
-    made = attention_case(g, F32, rows=(3, 12, 16), contexts=(0, 33, 80), first_row=4, **sizes)
-    prefill = importlib.import_module("rocm_serve.ops.attention_prefill.triton")
-    with mock.patch.object(prefill, "prefill_splits", lambda *shape: 3):
-        return errors("attention_prefill", made)
 
 
 def attention_decode_in_splits(g: G) -> list[float]:
@@ -298,7 +290,6 @@ CHECKS: Mapping[str, Callable[[G], list[float]]] = {
         gdn_chunk_in_chunks,
         attention_prefill,
         attention_prefill_described,
-        attention_prefill_in_splits,
         attention_decode_in_splits,
         attention_decode,
         attention_decode_in_a_graph,

@@ -9,7 +9,7 @@ import triton.language as tl
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.rows import zero_outside
 
-_ROWS = 16
+_ROWS = 32
 _COLUMNS = 128
 
 

@@ -1,7 +1,7 @@
 """The gated delta rule over prompt rows in Triton, 64 rows at a time on matrix cores.
 
-One launch prepares all sub-chunks: what their rows do to each other, whatever the state. One carries the states
-through them and writes what the rows read.
+One launch, or two, prepares all sub-chunks: what their rows do to each other, whatever the state. One carries the
+states through them and writes what the rows read.
 
 Letters: T rows, i, j rows of a sub-chunk, B sequences, H value heads, h key heads, K key head size, V value head size.
 Sub-chunk c of sequence b has the place (row_starts[b] - row_starts[0]) // 64 + b + c in a workspace: no two share one,
@@ -22,12 +22,13 @@ from rocm_serve.ops.gdn_decode.triton import log_decay, scan
 from rocm_serve.ops.triton_common.triton import arch, blocks
 
 _KEYS = 128  # longer keys go row by row: their tiles do not fit on a unit
-_FACTORS = 4  # vectors of a sub-chunk's rows: to the old state, to what is written, to queries, exp of the summed decay
+# Vectors of a sub-chunk's rows: what scales the old state, what is written and queries; strength, exp of summed decay.
+_FACTORS = 5
 _SEQUENCES = 64  # whose row starts are looked at together
 # What rows and states are multiplied as, and what squares of rows are: all of their elements are one or less.
 _FACTOR_TYPES = {
-    torch.bfloat16: (tl.bfloat16, tl.float16, torch.float16),
-    torch.float32: (tl.float32, tl.float32, torch.float32),
+    torch.bfloat16: (tl.bfloat16, torch.float16),
+    torch.float32: (tl.float32, torch.float32),
 }
 
 _CHUNK, _FORGOTTEN, _VECTORS = tl.constexpr(CHUNK), tl.constexpr(FORGOTTEN), tl.constexpr(_FACTORS)
@@ -73,12 +74,12 @@ def _inverted(system, i, j, DOT: tl.constexpr):
 def gdn_chunk_prepare_kernel(
     q, k, a, b, a_log, dt_bias, solved, weights, factors, row_starts,
     first_row, num_sequences, heads, shared, q_row, k_row, a_row, b_row,
-    L2: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, LANES: tl.constexpr, DOT: tl.constexpr, MERGE: tl.constexpr,
+    L2: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, LANES: tl.constexpr, DOT: tl.constexpr,
+    SOLVE: tl.constexpr,
 ):  # fmt: skip
-    """One value head and one sub-chunk.
+    """One value head and one sub-chunk: the system of what its rows write, and what its queries read of that.
 
-    `solved` [places, H, 64, 64] gets the inverse times the write strengths: what rows write is that times what they
-    would write alone. `weights` [places, H, 64, 64] gets what queries read of it.
+    `solved` and `weights` are [places, H, 64, 64], `factors` [places, H, 5, 64]. SOLVE: the system is solved here.
     """
     place, head = tl.program_id(0), tl.program_id(1)
     sequence = _sequence_of(row_starts, place, first_row, num_sequences, LANES)
@@ -104,7 +105,8 @@ def gdn_chunk_prepare_kernel(
     since = tl.exp(grown)
     tl.store(lane, since * k_unit)
     tl.store(lane + _CHUNK, tl.exp(tl.min(grown, 0) - grown) * k_unit)
-    tl.store(lane + 3 * _CHUNK, since)
+    tl.store(lane + 3 * _CHUNK, strength)
+    tl.store(lane + 4 * _CHUNK, since)
 
     i, j = tl.arange(0, _CHUNK)[:, None], tl.arange(0, _CHUNK)[None, :]
     square = (place.to(tl.int64) * heads + head) * _CHUNK * _CHUNK + i * _CHUNK + j
@@ -112,15 +114,32 @@ def gdn_chunk_prepare_kernel(
     k_Kj = tl.trans(k_iK.to(DOT))
     kk = tl.dot(k_iK.to(DOT), k_Kj, input_precision="ieee")
     system = tl.where(i > j, kk * decay * (strength * k_unit)[:, None], 0.0)
+    if not SOLVE:
+        tl.store(solved + square, system.to(solved.dtype.element_ty))
 
     q_iK = tl.load(q + (at * q_row)[:, None] + column[None, :], mask=real, other=0.0)
     q_unit = _to_unit(q_iK, L2) * K**-0.5
     tl.store(lane + 2 * _CHUNK, since * q_unit)
     qk = tl.dot(q_iK.to(DOT), k_Kj, input_precision="ieee")
     tl.store(weights + square, (qk * decay * q_unit[:, None]).to(weights.dtype.element_ty))
+    if SOLVE:
+        r = _inverted(system.to(solved.dtype.element_ty), i, j, solved.dtype.element_ty) * strength[None, :]
+        tl.store(solved + square, r.to(solved.dtype.element_ty))
 
-    r = _inverted(system.to(MERGE), i, j, MERGE) * strength[None, :]
-    tl.store(solved + square, r.to(solved.dtype.element_ty))
+
+@triton.jit
+def gdn_chunk_solve_kernel(solved, factors, H: tl.constexpr):
+    """Replace a sub-chunk's system by its inverse times the strengths: what rows write of what they would write alone.
+
+    Together with the kernel before it takes so many registers that gfx runs one program of it at a time on a unit.
+    """
+    here = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
+    i, j = tl.arange(0, _CHUNK)[:, None], tl.arange(0, _CHUNK)[None, :]
+    square = solved + here * _CHUNK * _CHUNK + i * _CHUNK + j
+    strength = tl.load(factors + here * _VECTORS * _CHUNK + 3 * _CHUNK + tl.arange(0, _CHUNK))
+    system = tl.load(square)
+    r = _inverted(system, i, j, solved.dtype.element_ty) * strength[None, :]
+    tl.store(square, r.to(solved.dtype.element_ty))
 
 
 @triton.jit
@@ -244,7 +263,7 @@ def chunked(
     """As `gdn_chunk`, by sub-chunks.
 
     Rows of q, k, v, a and b may lie apart (slices of wider projections), the heads of a row may not. For a while it
-    holds 16.5 KiB for each sub-chunk and value head.
+    holds 17 KiB for each sub-chunk and value head.
     Numerics: fp32 sums. Of bf16 rows, q, k, v enter as they are, the state is rounded to bf16 for each sub-chunk that
     reads it, and what a sub-chunk adds to it once; the rest is rounded to float16.
     """
@@ -301,7 +320,7 @@ def _prepared(
     """Return what the scan needs of every sub-chunk: see the kernel."""
     first_row, count, heads = sequences.row_starts[0], sequences.num_sequences, a_TH.shape[1]
     places = (sequences.row_starts[-1] - first_row) // CHUNK + count
-    dot, merge, side = _FACTOR_TYPES[q_ThK.dtype]
+    dot, side = _FACTOR_TYPES[q_ThK.dtype]
     solved, weights = q_ThK.new_empty(2, places, heads, CHUNK, CHUNK, dtype=side)
     factors = q_ThK.new_empty(places, heads, _FACTORS, CHUNK, dtype=torch.float32)
     gdn_chunk_prepare_kernel[(places, heads)](
@@ -325,8 +344,9 @@ def _prepared(
         BK=_columns(q_ThK.shape[2]),
         LANES=_SEQUENCES,
         DOT=dot,
-        MERGE=merge,
-        num_warps=tile["prepare_warps"],
-        **({"maxnreg": tile["prepare_maxnreg"]} if "prepare_maxnreg" in tile else {}),
+        SOLVE=not tile["SPLIT"],
+        num_warps=4,
     )
+    if tile["SPLIT"]:
+        gdn_chunk_solve_kernel[(places, heads)](solved, factors, H=heads, num_warps=4)
     return solved, weights, factors
