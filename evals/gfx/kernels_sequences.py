@@ -142,7 +142,7 @@ _AS_LAID_OUT = {
     "gdn_chunk_scan_kernel:wide_stores": "rows are stored once, as the matrix instruction lays them out",
 }
 _QKV = "qk_norm_rope_kv_write_kernel"
-_COPY, _PREFILL = "copy_keys_kernel", "prefill_attention_kernel"
+_COPY, _PREFILL, _ADD = "copy_keys_kernel", "prefill_attention_kernel", "add_splits_kernel"
 _SPLIT, _MERGE = "decode_attention_kernel", "merge_splits_kernel"
 _SCAN, _CONV, _STEP = "gated_delta_rule_kernel", "causal_conv_kernel", "gdn_step_kernel"
 _CHUNKS = "gdn_chunk_prepare_kernel", "gdn_chunk_solve_kernel", "gdn_chunk_scan_kernel"
@@ -292,6 +292,15 @@ TRIALS: tuple[Trial, ...] = (
         partial(_attend, rows=(9,), contexts=(30,), heads=8, kv_heads=1, d=256),
         _COPY,
         _PREFILL,
+        exceptions=_ONCE,
+    ),
+    _trial(
+        "attention_prefill",
+        "two rows behind 1030 keys, in splits",
+        partial(_attend, rows=(2,), contexts=(1030,), heads=8, kv_heads=1, d=256),
+        _COPY,
+        _PREFILL,
+        _ADD,
         exceptions=_ONCE,
     ),
     _trial(

@@ -188,6 +188,15 @@ def attention_prefill_described(g: G) -> list[float]:
     return found
 
 
+def attention_prefill_in_splits(g: G) -> list[float]:
+    """Sequences whose keys end in the first of three splits, in the last, and at a border; a tile with two kinds."""
+    sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "d": 24, "page_size": 5, "v_scale": 1.5}
+    made = attention_case(g, F32, rows=(3, 12, 16), contexts=(0, 33, 80), first_row=4, **sizes)
+    prefill = importlib.import_module("rocm_serve.ops.attention_prefill.triton")
+    with mock.patch.object(prefill, "prefill_splits", lambda *shape: 3):
+        return errors("attention_prefill", made)
+
+
 def attention_decode_in_splits(g: G) -> list[float]:
     """Splits of whole blocks of 16 keys: sequences of one split beside those of all, borders on either side.
 
@@ -290,6 +299,7 @@ CHECKS: Mapping[str, Callable[[G], list[float]]] = {
         gdn_chunk_in_chunks,
         attention_prefill,
         attention_prefill_described,
+        attention_prefill_in_splits,
         attention_decode_in_splits,
         attention_decode,
         attention_decode_in_a_graph,
