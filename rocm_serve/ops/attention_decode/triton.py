@@ -173,8 +173,7 @@ def decode_attention_kernel(
         tl.store(peaks + place * groups * SHARED + head, tl.max(tl.reshape(peak_M, (2, BLOCK_Q)), 0), mask=is_vector)
         tl.store(totals + place * groups * SHARED + head, total_Q, mask=is_vector)
     else:
-        place = (first + row).to(tl.int64)
-        factor_Q = v_scale / total_Q
+        place, factor_Q = (first + row).to(tl.int64), v_scale / total_Q
     to = out + (place * groups * SHARED + head) * D
     _store(o_1, h if FP8 is None else 2 * h, to, factor_Q, is_vector, D, KEY)
     _store(o_2, h + BLOCK_D // 2 if FP8 is None else 2 * h + 1, to, factor_Q, is_vector, D, KEY)
@@ -268,15 +267,13 @@ def attention_decode(
         *(table, table.stride(0), before, splits, float(scale * k_scale * _LOG2_E), float(v_scale)),
         **{"PAGE": page_size, "SHARED": shared, "ROWS": rows, "SPLIT": splits > 1, "D": d, "BLOCK_D": block_d},
         **{"BLOCK_Q": block_q, "BLOCK_N": block_n, "KEY": chosen["KEY"], "DOT": dot, "FP8": fp8},
-        **{name: chosen[name] for name in ("num_warps", "num_stages")},
-        **following(),
+        **{name: chosen[name] for name in ("num_warps", "num_stages")} | following(),
     )
     if splits > 1:
         block_s = triton.next_power_of_2(splits)
         part_d = min(block_d, max(16, _MERGED // block_s))
         merge_splits_kernel[(longest, heads * triton.cdiv(d, part_d), many)](
             *(target, peaks, totals, out_THD, *where, before, splits, heads, float(v_scale)),
-            **{"BLOCK_S": block_s, "BLOCK_N": block_n, "D": d, "PART_D": part_d},
-            **following(),
+            **{"BLOCK_S": block_s, "BLOCK_N": block_n, "D": d, "PART_D": part_d} | following(),
         )
     return out_THD

@@ -81,6 +81,13 @@ def _is_last(counter, sharing):
 
 
 @triton.jit
+def _begin_where_not(ONE: tl.constexpr, PDL: tl.constexpr):
+    """Let the kernel after this one in, and wait for those before unless every sequence has one row."""
+    let_next_begin(PDL)
+    wait_for_previous(PDL and not ONE)
+
+
+@triton.jit
 def _is_empty(y_at, is_value, slot, n, ONE: tl.constexpr):
     """Say whether a sequence has no rows or, where all have one, is padding on the dummy slot: zeros then."""
     if ONE:
@@ -116,8 +123,7 @@ def gdn_step_kernel(
     """
     value = tl.program_id(0) * BV + tl.arange(0, BV)
     head, sequence = tl.program_id(1), tl.program_id(2)
-    let_next_begin(PDL)
-    wait_for_previous(PDL and not ONE)
+    _begin_where_not(ONE, PDL)
     slot = tl.load(slots + sequence).to(tl.int64)
     first, n = span(row_starts, sequence, first_row, ONE)
     key = tl.arange(0, PIECES)[:, None] * KL + tl.arange(0, KL)[None, :]
@@ -129,9 +135,7 @@ def gdn_step_kernel(
     if _is_empty(y + (first * heads + head) * V + value, value < V, slot, n, ONE):
         return
     kept = tl.load(commits + sequence) if COMMIT else n
-
-    key_head = head // (heads // key_heads)
-    part = tl.arange(0, 2)[None, None, :]  # q, k
+    key_head, part = head // (heads // key_heads), tl.arange(0, 2)[None, None, :]  # parts: q, k
     qk_channel = ((part * key_heads + key_head) * K + key[:, :, None])[:, :, :, None]
     is_value, is_key = value < V, (key < K)[:, :, None, None]
     v_channel = (2 * key_heads * K + head * V + value)[:, None]

@@ -49,52 +49,36 @@ def rows_alone(
         "TOP_K": top_k,
         "ROWS_ON_DEVICE": isinstance(num_rows, torch.Tensor),
         "RUN": 16 // w13_EIH.itemsize,
+        **following(),
     }
-    up, down, follow = tile["UP_BN"], tile["DOWN_BN"], following()
-    deep = max(BLOCK, min(tile["UP_BK"], triton.next_power_of_2(hidden)))
     both = torch.empty(choices, 2 * width, dtype=torch.float32, device=x.device)
+    up, deep = tile["UP_BN"], max(BLOCK, min(tile["UP_BK"], triton.next_power_of_2(hidden)))
+    top = fp8_max(w13_EIH.dtype) if quantised else 0.0
     alone_gate_up_kernel[(choices, blocks(width, up))](
-        x_ptr=x,
-        x_scale_ptr=x_scale,
-        w_ptr=w13_EIH,
-        w_scale_ptr=w13_scale,
-        both_ptr=both,
-        x_stride=x.stride(0),
-        K=hidden,
-        WIDTH=width,
-        TOP=fp8_max(w13_EIH.dtype) if quantised else 0.0,
+        **{"x_ptr": x, "x_scale_ptr": x_scale, "w_ptr": w13_EIH, "w_scale_ptr": w13_scale, "both_ptr": both},
+        **{"x_stride": x.stride(0), "K": hidden, "WIDTH": width, "TOP": top},
         QUANTISE=quantised and x_scale is None,
         ONE_SCALE=BLOCK % up == 0 and width % BLOCK == 0,
-        BN=up,
-        BK=deep,
-        WIDE=min(_WIDE, deep),
+        **{"BN": up, "BK": deep, "WIDE": min(_WIDE, deep)},
         STAGES=tile["UP_STAGES"] if deep < hidden else 1,
         num_warps=tile["UP_WARPS"],
         **common,
-        **follow,
     )
     made = torch.empty(choices, width, dtype=w13_EIH.dtype if quantised else torch.float32, device=x.device)
     made_scale = torch.empty(choices, width_blocks, dtype=torch.float32, device=x.device) if quantised else None
-    top = fp8_max(made.dtype) if quantised else 0.0
     few_activate_kernel[(blocks(choices, 4), width_blocks)](
-        both, made, made_scale, choices, WIDTH=width, SPLITS=1, TOP=top, ROWS=4, num_warps=4, **follow
+        both, made, made_scale, choices, WIDTH=width, SPLITS=1, TOP=top, ROWS=4, num_warps=4, **following()
     )
+    down = tile["DOWN_BN"]
     alone_down_kernel[(rows, blocks(hidden, down))](
-        made_ptr=made,
-        made_scale_ptr=made_scale,
-        w_ptr=w2_EHI,
-        w_scale_ptr=w2_scale,
-        weights_ptr=weights_Tk,
-        out_ptr=out_TH,
-        K=width,
-        WIDTH=hidden,
+        **{"made_ptr": made, "made_scale_ptr": made_scale, "w_ptr": w2_EHI, "w_scale_ptr": w2_scale},
+        **{"weights_ptr": weights_Tk, "out_ptr": out_TH, "K": width, "WIDTH": hidden},
         ONE_SCALE=BLOCK % down == 0,
         BN=down,
         BK=max(BLOCK, triton.next_power_of_2(width)),
         CHOSEN=triton.next_power_of_2(top_k),
         num_warps=tile["DOWN_WARPS"],
         **common,
-        **follow,
     )
 
 
@@ -189,11 +173,10 @@ def alone_gate_up_kernel(
     row = (choice // TOP_K).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = tl.minimum(column, WIDTH - 1)
-    deep = columns_of(BK, WIDE)
-    gate_at = w_ptr + ((expert.to(tl.int64) * (2 * WIDTH) + inside) * K)[None, :, None] + deep
+    deep, own = columns_of(BK, WIDE), expert.to(tl.int64)
+    gate_at = w_ptr + ((own * (2 * WIDTH) + inside) * K)[None, :, None] + deep
     blocks_of_k: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     block = columns_of(BK // _BLOCK, WIDE // _BLOCK)
-    own = expert.to(tl.int64)
     x_at = tl.arange(0, BK // _BLOCK)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     gate = tl.zeros((BK // WIDE, BN, WIDE // RUN), tl.float32)
     up = tl.zeros((BK // WIDE, BN, WIDE // RUN), tl.float32)

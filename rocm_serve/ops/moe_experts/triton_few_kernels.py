@@ -202,7 +202,6 @@ def few_gate_up_kernel(
             up_w = weight_tile(gate_rows + WIDTH * K, at, K, BK * UNROLL)
             gate = added(gate, gate_w, x, gate_scales, x_scales, live, block, DOT, ONE_SCALE)
             up = added(up, up_w, x, up_scales, x_scales, live, block, DOT, ONE_SCALE)
-    let_next_begin(PDL)
     hidden = tl.trans(gate * tl.sigmoid(gate) * up)
     store_hidden(hidden, choice, live, column, hidden_ptr, hidden_scale_ptr, WIDTH, TOP)
 
@@ -434,6 +433,5 @@ def few_down_combine_kernel(
             w = tl.load(w_at, mask=(deep < held * K)[None, :], other=0.0)
             part = added(part, w, x, w_scales, x_scales, place < held, block_at(k, K), DOT, ONE_SCALE)
         total += part * tl.sum(tl.where(chosen == j, weights, 0.0), 0)
-    let_next_begin(PDL)
     y = tl.sum(tl.where((place == 0)[None, :], total, 0.0), 1)
     tl.store(out_ptr + row.to(tl.int64) * WIDTH + column, y.to(out_ptr.dtype.element_ty), mask=column < WIDTH)

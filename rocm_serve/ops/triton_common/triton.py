@@ -160,6 +160,13 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def begin_in_turn(PDL: tl.constexpr):
+    """Do both in the other order: the kernel after this one comes when those before have ended."""
+    wait_for_previous(PDL)
+    let_next_begin(PDL)
+
+
+@triton.jit
 def quantise_tile(x, TOP: tl.constexpr, dtype: tl.constexpr):
     """Quantise a float32 tile whose rows are one block of 128 columns each; return values and multipliers.
 
@@ -186,8 +193,7 @@ def quantise_rows_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
-    let_next_begin(PDL)
+    begin_in_turn(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     column = block * _BLOCK + tl.arange(0, _BLOCK)
