@@ -237,13 +237,7 @@ def build_inputs(
         *(np.array(values, dtype=np.int32) for values in (starts, contexts, slots)),
         pages_BP,
     )
-    pending = [start for work, start in zip(works, starts, strict=False) if work.pending]
-    if pending:
-        assert newest_S is not None
-        at_P, slots_P = upload(
-            np.array(pending), np.array([work.slot for work in works if work.pending], dtype=np.int64)
-        )
-        rows_on_device[0].index_copy_(0, at_P, newest_S.index_select(0, slots_P))
+    _take_newest(rows_on_device[0], newest_S, works, starts, upload)
     sequences = Sequences(starts, contexts, slots, recurrent, *rows_on_device[3:])
     replay = None
     if cache.draft_tokens:
@@ -259,6 +253,17 @@ def build_inputs(
     )
     scored = [_score(table[works[b].rid], works[b], starts[b]) for b in range(recurrent, len(works))]
     return StepInputs(batch, sampled, tuple(rows for rows in scored if rows is not None))
+
+
+def _take_newest(
+    tokens_T: torch.Tensor, newest_S: torch.Tensor | None, works: Sequence[Work], starts: Sequence[int], upload: Upload
+) -> None:
+    """Write the tokens of pending works to their rows."""
+    pending = [(start, work.slot) for work, start in zip(works, starts, strict=False) if work.pending]
+    if pending:
+        assert newest_S is not None
+        rows_P, slots_P = upload(*np.array(pending, dtype=np.int64).T.copy())
+        tokens_T.index_copy_(0, rows_P, newest_S.index_select(0, slots_P))
 
 
 def _tokens(table: RequestTable, works: Sequence[Work]) -> list[int]:

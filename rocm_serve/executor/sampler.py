@@ -251,7 +251,12 @@ class Sampler:
         self, x_RV: torch.Tensor, keys_R: torch.Tensor | None, temperature_R: torch.Tensor | None
     ) -> torch.Tensor:
         finite_R, score_R, id_R = self._draw_token(x_RV, keys_R, temperature_R, first_id=self._start, used=self._used)
-        return torch.stack((finite_R.double(), score_R.double(), (id_R + self._start).double()), -1)
+        packet_R3 = x_RV.new_empty((len(id_R), 3), dtype=torch.float64)
+        for column, said_R in enumerate((finite_R, score_R, id_R)):
+            packet_R3[:, column].copy_(said_R)  # one launch each: a stack of doubles takes as many and two more
+        if self._start:
+            packet_R3[:, 2] += self._start
+        return packet_R3
 
     def _best(self, packet_R3: torch.Tensor) -> torch.Tensor:
         """Reduce packets over the shards: the same [R, 3] on every rank."""
