@@ -14,6 +14,7 @@ from rocm_serve.errors import UserError
 from rocm_serve.executor.loading import LoadedStage, load_stage_model
 from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageRunner
+from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.ops.batch import ForwardBatch
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
@@ -149,6 +150,40 @@ def test_bits_are_the_same_with_graphs_and_without(checkpoint: Path, plainly: di
     ) as fixed:
         assert fixed.generate(requests()) == plainly
     assert recorder.steps == 0
+
+
+def test_padding_leaves_no_trace_in_pages_and_states(checkpoint: Path) -> None:
+    """One request decodes beside ten rows of a prompt, then beside its next 40: two rows and three sequences too many.
+
+    The rows that poisoned padding points to are those of the first prompt.
+    """
+    stage = load_stage_model(wish(checkpoint), Mesh(1, 1).coord(0), SoloComm())
+    plain = stage.runner(num_pages=32, num_slots=4)
+    fixed = with_prompt_steps(stage, stage.runner(num_pages=32, num_slots=4), Again())
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    first = NewRequest(1, tuple(range(5, 12)), params)
+    second = NewRequest(2, tuple(range(40, 100)), params)
+    plans = (
+        Plan(0, (Work(1, 0, 7, False, True, 1, (0, 1)),), (first,)),
+        Plan(
+            1, (Work(1, 7, 1, True, True, 1, tokens=(9,)), Work(2, 0, 10, False, False, 2, (2, 3, 4, 5, 6))), (second,)
+        ),
+        Plan(2, (Work(1, 8, 1, True, True, 1, tokens=(11,)), Work(2, 10, 40, False, False, 2))),
+        Plan(3, (Work(2, 50, 10, False, True, 2),)),
+    )
+    for runner in (plain, fixed):
+        for kept in kept_by(runner):
+            kept.zero_()
+    for plan in plans:
+        assert fixed.step(plan, None) == plain.step(plan, None)
+        assert all(torch.equal(a, b) for a, b in zip(kept_by(fixed), kept_by(plain), strict=True)), f"step {plan.seq}"
+
+
+def kept_by(runner: StageRunner) -> list[torch.Tensor]:
+    """Return everything that is kept between steps, but for the dummy slot."""
+    cache = runner.cache
+    pages = [*cache.k_pages.values(), *cache.v_pages.values()]
+    return pages + [states[1:] for states in (*cache.conv.values(), *cache.ssm.values())]
 
 
 def test_a_capture_that_fails_ends_the_start_with_the_way_out(checkpoint: Path) -> None:
