@@ -86,26 +86,30 @@ def weights_tile(w, first, inside, k, K: tl.constexpr, BK: tl.constexpr, DESC: t
 
 @triton.jit
 def scales_of(w_scale_ptr, expert, first, inside, ROWS: tl.constexpr, K: tl.constexpr, ONE_SCALE: tl.constexpr):
-    """Point to the multipliers of the weight's rows `first + inside`, of ROWS for each expert; one for all, if so."""
+    """Point to the multipliers of the weight's rows `first + inside`, of ROWS for each expert; one for all, if so.
+
+    None where a weight has none.
+    """
     blocks: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
-    own = w_scale_ptr + expert.to(tl.int64) * ((ROWS + _BLOCK - 1) // _BLOCK * blocks)
-    if ONE_SCALE:
-        scales = own + first // _BLOCK * blocks
+    if w_scale_ptr is None:
+        scales = None
     else:
-        scales = own + (first + inside) // _BLOCK * blocks
+        own = w_scale_ptr + expert.to(tl.int64) * ((ROWS + _BLOCK - 1) // _BLOCK * blocks)
+        if ONE_SCALE:
+            scales = own + first // _BLOCK * blocks
+        else:
+            scales = own + (first + inside) // _BLOCK * blocks
     return scales
 
 
 @triton.jit
-def gate_up_scales(w_scale_ptr, expert, first, inside, WIDTH: tl.constexpr, K: tl.constexpr):
-    """Point to the multipliers of rows `first + inside` of gate and of up; None where there are none."""
-    one: tl.constexpr = WIDTH // _BLOCK * _BLOCK == WIDTH
-    gate = None
-    up = None
-    if w_scale_ptr is not None:
-        gate = scales_of(w_scale_ptr, expert, first, inside, 2 * WIDTH, K, one)
-        up = scales_of(w_scale_ptr, expert, first + WIDTH, inside, 2 * WIDTH, K, one)
-    return gate, up
+def row_scales(scale_ptr, row, K: tl.constexpr):
+    """Point to the multipliers of rows; None where they have none."""
+    if scale_ptr is None:
+        scales = None
+    else:
+        scales = scale_ptr + row * ((K + _BLOCK - 1) // _BLOCK)
+    return scales
 
 
 @triton.jit
@@ -226,11 +230,11 @@ def gate_up_tile(
     part: tl.constexpr = half if HALVES else BN  # rows of a weight that are multiplied at once
     near = tl.minimum(first + tl.arange(0, part), WIDTH - 1) - first
     far = tl.minimum(first + half + tl.arange(0, part), WIDTH - 1) - first - half
-    x_scales = None
-    if x_scale_ptr is not None:
-        x_scales = x_scale_ptr + row * ((K + _BLOCK - 1) // _BLOCK)
-    gate_scales, up_scales = gate_up_scales(w_scale_ptr, expert, first, near, WIDTH, K)
-    gate_far_scales, up_far_scales = gate_up_scales(w_scale_ptr, expert, first + half, far, WIDTH, K)
+    x_scales = row_scales(x_scale_ptr, row, K)
+    gate_scales = scales_of(w_scale_ptr, expert, first, near, 2 * WIDTH, K, one_scale)
+    up_scales = scales_of(w_scale_ptr, expert, first + WIDTH, near, 2 * WIDTH, K, one_scale)
+    gate_far_scales = scales_of(w_scale_ptr, expert, first + half, far, 2 * WIDTH, K, one_scale)
+    up_far_scales = scales_of(w_scale_ptr, expert, first + half + WIDTH, far, 2 * WIDTH, K, one_scale)
     first_row = expert * (2 * WIDTH) + first
     gate = tl.zeros((BM, part), tl.float32)
     up, gate_far, up_far = gate, gate, gate
@@ -345,9 +349,7 @@ def down_tile(
     live = choice < num_choices
     at = tl.where(live, choice, 0).to(tl.int64)
     x_rows = hidden_ptr + at * K
-    x_scales = None
-    if hidden_scale_ptr is not None:
-        x_scales = hidden_scale_ptr + at * ((K + _BLOCK - 1) // _BLOCK)
+    x_scales = row_scales(hidden_scale_ptr, at, K)
     one_scale: tl.constexpr = WIDTH // _BLOCK * _BLOCK == WIDTH
     depth: tl.constexpr = (K + BK - 1) // BK
     if HELD:
@@ -359,9 +361,7 @@ def down_tile(
         first = first_column + in_panel
         column = first + tl.arange(0, BN)
         inside = tl.minimum(column, WIDTH - 1) - first
-        w_scales = None
-        if w_scale_ptr is not None:
-            w_scales = scales_of(w_scale_ptr, expert, first, inside, WIDTH, K, one_scale)
+        w_scales = scales_of(w_scale_ptr, expert, first, inside, WIDTH, K, one_scale)
         first_row = expert * WIDTH + first
         y = tl.zeros((BM, BN), tl.float32)
         if HELD:
