@@ -48,6 +48,8 @@ def _of_size(bm: int, shape: Shape, arch: str) -> Tile:
     """Return the tile of `bm` choices: 16, 32, 64 or 128."""
     warps, depth = 8 if bm >= 64 else 4, _depth(shape)
     if arch.startswith("gfx"):
+        if shape["bits"] == 16:  # 128 rows do not fit the registers of gfx950
+            bm = min(bm, 64)
         return _tile(bm, (warps, 2), (warps, 2), UP_HALVES=int(bm == 128))
     desc = int(arch in ENGINES and shape["bits"] == 8)
     if bm < 64:  # matrix instructions that read rows of weights from registers
