@@ -28,7 +28,7 @@ from rocm_serve.tuning.floor import BF16
 from rocm_serve.tuning.wish import Point, Wish
 
 _LARGE = 1 << 26  # bytes of a message that fills a link of GPUs
-_LINK_S = 90.0
+_LINK_S = 45.0
 SMALL_PROMPTS = (64, 64 + PROMPT_DECODES)  # rows of the first requests, alone and beside others
 _MOST_COMPILERS = 24
 

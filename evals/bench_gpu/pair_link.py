@@ -8,6 +8,7 @@ Each of two processes runs it; rank 0 writes what it measured. Groups, communica
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ _CPU_ROUNDS, _CPU_CALLS = 3, 4  # where the program itself is tried
 _WIDTH = 2048  # columns of a row on an edge
 _COPIED = 1 << 28  # bytes
 _JOIN_S = 60.0
+_STUCK_S = 40.0
 
 Call = Callable[[], object]
 
@@ -39,6 +41,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes of bf16 rows")
     parser.add_argument("--out", type=Path, required=True)
     a = parser.parse_args()
+    faulthandler.dump_traceback_later(_STUCK_S)  # so that whoever ends it can say where it hung
     device = torch.device(a.device, a.rank) if a.device == "cuda" else torch.device("cpu")
     found: list[LinkRecord] = []
     if device.type == "cuda":

@@ -147,6 +147,7 @@ def _found(
     seqs, stamps = range(trace[0].seq, trace[-1].seq + 1), world.stamps()
     floor_ms = least.seconds(run.run.link_bytes_s) * 1e3
     alone = [(run.run.alone_us(one.what, one.nbytes), one.count) for one in least.messages]
+    known = [(us, count) for us, count in alone if us is not None]
     record = PairRecord(
         layout=name,
         part=part,
@@ -160,7 +161,7 @@ def _found(
         high=spread.high,
         tokens_s=tokens_s,
         floor_ms=floor_ms,
-        messages_ms=sum(us * count for us, count in alone if us is not None) / 1e3 if alone else None,
+        messages_ms=sum(us * count for us, count in known) / 1e3 if known and len(known) == len(alone) else None,
         ratio=floor_ms / spread.median,
         at_work=pair_steps.at_work(stamps, seqs),
     )
