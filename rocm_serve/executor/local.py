@@ -17,7 +17,7 @@ from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.memory import effective_limits, with_graphs
-from rocm_serve.executor.runner import StageRunner, phase_of, warm_up_plans, watch_layers
+from rocm_serve.executor.runner import StageRunner, phase_of, start_up_plans, watch_layers
 from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, Plan, StepResult, WorkerLoaded
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
@@ -55,7 +55,7 @@ class LocalExecutor:
         limits = effective_limits(resolved, [loaded])
         self._runner = stage.runner(num_pages=limits.num_pages, num_slots=limits.num_slots)
         self._counter = counter_of(resolved, stage.coord, stage.facts, stage.model)
-        for plan in warm_up_plans(resolved.page_size, resolved.max_model_len, resolved.draft_tokens):
+        for plan in start_up_plans(resolved, limits.num_pages, limits.num_slots):
             self._heartbeat.enter(Phase.WARMING_UP)
             self._run(plan, "warming up")
         limits = with_graphs(limits, [stage.capture(self._runner, self._heartbeat.tick)], resolved.plan_ahead)

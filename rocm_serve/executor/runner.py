@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from rocm_serve.cache.allocate import clear_slots
+from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
@@ -226,6 +227,15 @@ def watch_layers(model: StageModel, heartbeat: Heartbeat) -> None:
             module.register_forward_pre_hook(lambda *_, number=number: heartbeat.layer(number))
 
 
+def start_up_plans(resolved: Resolved, num_pages: int, num_slots: int) -> list[Plan]:
+    """Return the plans that every rank runs before it is ready: the same ones everywhere."""
+    length = resolved.max_model_len
+    plans = list(warm_up_plans(resolved.page_size, length, resolved.draft_tokens))
+    if resolved.device != "cpu":
+        plans += prompts_of_every_size(resolved.page_size, length, resolved.chunked_prefill_size, num_pages, num_slots)
+    return plans
+
+
 def warm_up_plans(page_size: int, length: int, draft_tokens: int = 0) -> Iterator[Plan]:
     """Make plans that touch every kind of work once: a scored prompt, a token after it, a draft, forgetting.
 
@@ -244,3 +254,28 @@ def warm_up_plans(page_size: int, length: int, draft_tokens: int = 0) -> Iterato
         page = tuple(range(len(first_pages), -(-end // page_size)))
         yield Plan(-1, (Work(rid, after, 1 + len(drafts), True, True, slot, page, tokens=(0,), drafts=drafts),))
     yield Plan(-1, (), released=(rid,))
+
+
+def prompts_of_every_size(
+    page_size: int, length: int, most_rows: int, num_pages: int, num_slots: int
+) -> Iterator[Plan]:
+    """Make steps of two prompts, with every power of two of rows up to `most_rows`, and with so many.
+
+    Tiles go by powers of two (ops/tiles.py), and steps of several prompts are not captured: what is not compiled here
+    is compiled while requests wait. As `warm_up_plans`, within what the caches hold.
+    """
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    rids, slots = (WARM_UP_RID, WARM_UP_RID - 1), (1, 2)
+    sizes = [1 << n for n in range(1, most_rows.bit_length()) if 1 << n < most_rows] + [most_rows]
+    for rows in sizes:
+        each = rows // 2
+        pages = -(-each // page_size)
+        if not 0 < each <= length or 2 * pages > num_pages or num_slots < len(slots):
+            return
+        prompt = (0,) * each
+        works = tuple(
+            Work(rid, 0, each, False, True, slot, tuple(range(i * pages, (i + 1) * pages)))
+            for i, (rid, slot) in enumerate(zip(rids, slots, strict=True))
+        )
+        yield Plan(-1, works, tuple(NewRequest(rid, prompt, params) for rid in rids))
+        yield Plan(-1, (), released=rids)

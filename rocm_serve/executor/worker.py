@@ -26,7 +26,7 @@ from rocm_serve.executor.heartbeat import Heartbeat, Phase, heartbeat_file
 from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.link import WorkerLink, channels
 from rocm_serve.executor.loading import LoadedStage, load_stage_model
-from rocm_serve.executor.runner import StageRunner, phase_of, warm_up_plans, watch_layers
+from rocm_serve.executor.runner import StageRunner, phase_of, start_up_plans, watch_layers
 from rocm_serve.lifeline import die_with_parent, show_stacks_on_signal
 from rocm_serve.messages import (
     WIRE_VERSION,
@@ -220,7 +220,7 @@ class Worker:
         ahead = resolved.plan_ahead != "off" or (coord.last_stage and not coord.first_stage)
         self._loop = StageLoop(runner, *edges, self.link, heartbeat=self.heartbeat, counter=counter, ahead=ahead)
         self._enter(Phase.WARMING_UP)
-        plans = list(warm_up_plans(resolved.page_size, resolved.max_model_len, resolved.draft_tokens))
+        plans = start_up_plans(resolved, message.num_pages, message.num_slots)
         self.link.send(self._loop.warm_up(plans, lambda: stage.capture(runner, self.heartbeat.tick)))
         self._enter(Phase.IDLE)
         with tracing(resolved.trace, f"rank-{coord.rank}") as self._loop.trace:

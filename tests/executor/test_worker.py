@@ -11,7 +11,7 @@ import torch
 
 from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.link import CoreLink, channels
-from rocm_serve.executor.runner import warm_up_plans
+from rocm_serve.executor.runner import prompts_of_every_size, start_up_plans, warm_up_plans
 from rocm_serve.executor.worker import EXIT_FAILED, EXIT_USER_ERROR, StageLoop, ToldToFail, run_worker
 from rocm_serve.messages import FromWorker, Plan, Sampled, Shutdown, StepResult, ToWorker, Work, WorkerFailed
 from rocm_serve.parallel.mesh import Mesh
@@ -139,6 +139,34 @@ def test_warming_up_stays_within_one_request_of_full_length(page_size: int, leng
     assert sum(num for _, num, _ in rows) <= length
     assert rows[0][0] == 0 and (length == min(4, length) or any(recurrent for _, _, recurrent in rows))
     assert plans[-1].released and not plans[-1].work
+
+
+@pytest.mark.parametrize(
+    ("most_rows", "length", "pages", "slots", "sizes"),
+    [
+        (64, 256, 64, 8, [2, 4, 8, 16, 32, 64]),
+        (100, 256, 64, 8, [2, 4, 8, 16, 32, 64, 100]),
+        (64, 16, 64, 8, [2, 4, 8, 16, 32]),  # a prompt is not longer than a request may be
+        (64, 256, 2, 8, [2, 4, 8, 16, 32]),  # as many rows as there are pages for
+        (64, 256, 64, 1, []),
+        (1, 256, 64, 8, []),
+    ],
+)
+def test_prompts_of_every_size_stay_within_the_caches(
+    most_rows: int, length: int, pages: int, slots: int, sizes: list[int]
+) -> None:
+    plans = list(prompts_of_every_size(16, length, most_rows, pages, slots))
+    assert [sum(work.num_rows for work in one.work) for one in plans[::2]] == sizes
+    for begun, ended in zip(plans[::2], plans[1::2], strict=True):
+        own = [page for work in begun.work for page in work.new_pages]
+        assert len(set(own)) == len(own) and max(own) < pages and len({work.slot for work in begun.work}) == 2
+        assert not ended.work and ended.released == tuple(new.rid for new in begun.new)
+
+
+def test_a_gpu_compiles_for_prompts_of_every_size_before_it_is_ready() -> None:
+    cpu, gpu = (start_up_plans(resolved(device=device, max_model_len=256), 64, 8) for device in ("cpu", "cuda"))
+    assert gpu[: len(cpu)] == cpu and len(gpu) > len(cpu)
+    assert max(sum(work.num_rows for work in one.work) for one in gpu) == resolved().chunked_prefill_size
 
 
 class OnDevice(Scripted):
