@@ -36,21 +36,24 @@ def lines_of(steps: Sequence[StepRecord]) -> list[Line]:
 
 
 def lines_of_prefill(steps: Sequence[PrefillRecord]) -> list[Line]:
-    """Group steps of one prompt by shape and context; vLLM's own figures, over the same uniform floor, are dashed."""
-    found: dict[tuple[str, int], list[tuple[int, float]]] = {}
-    peers: dict[str, list[tuple[int, float]]] = {}
-    for one in steps:
+    """Group steps of one prompt by shape and context; vLLM's own figures, over the same uniform floor, are dashed.
+
+    A step that ran as a graph is drawn as that, as a server has it.
+    """
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    peers: dict[str, dict[int, float]] = {}
+    for one in sorted(steps, key=lambda one: one.captured):
         if one.prompts > 1 or one.decodes:
             continue
-        found.setdefault((one.shape, one.context), []).append((one.rows, one.uniform_ratio))
+        found.setdefault((one.shape, one.context), {})[one.rows] = one.uniform_ratio
         vllm = vllm_ms(one)
         if vllm is not None:
-            peers.setdefault(one.shape, []).append((one.rows, one.uniform_floor_ms / vllm))
+            peers.setdefault(one.shape, {})[one.rows] = one.uniform_floor_ms / vllm
     ours: list[Line] = [
-        (f"{shape}{f', context {context}' if context else ''}", sorted(points), False)
+        (f"{shape}{f', context {context}' if context else ''}", sorted(points.items()), False)
         for (shape, context), points in found.items()
     ]
-    return ours + [(f"{shape}, vLLM 0.26", sorted(points), True) for shape, points in peers.items()]
+    return ours + [(f"{shape}, vLLM 0.26", sorted(points.items()), True) for shape, points in peers.items()]
 
 
 def svg(lines: Sequence[Line], title: str, axis: str = "batch") -> str:

@@ -237,6 +237,8 @@ def test_vllm_stands_beside_single_prompts_only() -> None:
 
 def test_the_plot_shows_ours_and_vllm_over_the_same_floor() -> None:
     steps = [_record(8192), _record(2048), _record(2048, context=30720), _record(9, prompts=2)]
+    graph, eager = _record(2048, captured=True), _record(2048, uniform_ratio=0.1)
+    assert lines_of_prefill([graph, eager])[0] == ("q35tp1", [(2048, 0.4)], False), "as a server has it"
     ours, long, vllm = lines_of_prefill(steps)
     assert ours == ("q35tp1", [(2048, 0.4), (8192, 0.4)], False)
     assert long == ("q35tp1, context 30720", [(2048, 0.4)], False)
