@@ -19,7 +19,8 @@ def decide(
     why = _refusal(config, chosen)
     if why is not None and wish == "on":
         notes.append(f"--plan-ahead on has no effect: {why}")
-    if device == "cpu" and wish == "auto":  # there the host computes
+    if device == "cpu" and wish == "auto":
+        reasons["plan_ahead"] = "auto: on a CPU the host computes"
         return {"plan_ahead": "off"}
     if why is None and wish == "auto" and not chosen["graph_max_batch"]:
         why = "no device graphs"

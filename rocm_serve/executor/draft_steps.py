@@ -120,7 +120,8 @@ class DraftSteps:
         largest, rows = max(sizes), max(len(fields.token_ids_T) for fields in blanks.values())
         self._pages_BP = torch.zeros((largest, max_pages), dtype=torch.int32, device=device)
         fixed = max(offsets([x.nbytes for x in fields])[-1] for fields in blanks.values())
-        self._inputs = torch.zeros(fixed + self._pages_BP.nbytes, dtype=torch.uint8, device=device)
+        room = offsets([fixed, self._pages_BP.nbytes])[-1]  # an upload ends where its last field is aligned
+        self._inputs = torch.zeros(room, dtype=torch.uint8, device=device)
         self._judged = torch.zeros(offsets([8 * rows, 8 * largest])[-1], dtype=torch.uint8, device=device)
         self._hidden_TH = None
         if hidden_size is not None:

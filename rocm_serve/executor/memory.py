@@ -314,6 +314,8 @@ def with_graphs(
     least = min(ready, key=lambda one: one.graph_max_batch)
     reasons = limits.reasons | {"graph_max_batch": least.graphs}
     ahead = in_effect(plan_ahead, least.graph_max_batch)
+    if plan_ahead == "graphs" and not ahead:
+        reasons["plan_ahead"] = "auto: no decode step is captured"
     return msgspec.structs.replace(limits, graph_max_batch=least.graph_max_batch, plan_ahead=ahead, reasons=reasons)
 
 

@@ -30,6 +30,7 @@ from rocm_serve.parallel.mesh import Coord
 from rocm_serve.types import SamplingParams, TokenLogprob
 
 WARM_UP_RID = -1
+_GOING_ON = (4, 64)  # rows behind a prompt: a tile of attention each
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 
 
@@ -259,23 +260,34 @@ def warm_up_plans(page_size: int, length: int, draft_tokens: int = 0) -> Iterato
 def prompts_of_every_size(
     page_size: int, length: int, most_rows: int, num_pages: int, num_slots: int
 ) -> Iterator[Plan]:
-    """Make steps of two prompts, with every power of two of rows up to `most_rows`, and with so many.
+    """Make steps of several prompts, with every power of two of rows up to `most_rows`, and with so many.
 
     Tiles go by powers of two (ops/tiles.py), and steps of several prompts are not captured: what is not compiled here
-    is compiled while requests wait. As `warm_up_plans`, within what the caches hold.
+    is compiled while requests wait. Two prompts share the rows, and go on by few rows and by more behind them; four and
+    eight are tried with few, since tiles of recurrences go by their number. As `warm_up_plans`, within what the caches
+    hold: what does not fit is left out.
     """
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-    rids, slots = (WARM_UP_RID, WARM_UP_RID - 1), (1, 2)
     sizes = [1 << n for n in range(1, most_rows.bit_length()) if 1 << n < most_rows] + [most_rows]
-    for rows in sizes:
-        each = rows // 2
-        pages = -(-each // page_size)
-        if not 0 < each <= length or 2 * pages > num_pages or num_slots < len(slots):
-            return
-        prompt = (0,) * each
+    for many, rows in [(2, rows) for rows in sizes] + [(4, 16), (8, 16)]:
+        parts = (rows // many, *(more for more in _GOING_ON if many * more <= most_rows))
+        while parts and sum(parts) > min(length, num_pages // many * page_size):
+            parts = parts[:-1]
+        if many <= num_slots and parts and parts[0] > 0 and rows <= most_rows:
+            yield from _prompts_in_parts(many, parts, page_size)
+
+
+def _prompts_in_parts(many: int, parts: tuple[int, ...], page_size: int) -> Iterator[Plan]:
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    rids = tuple(WARM_UP_RID - i for i in range(many))
+    prompt = (0,) * sum(parts)
+    new, start = tuple(NewRequest(rid, prompt, params) for rid in rids), 0
+    for rows in parts:
+        end = start + rows
+        pages = range(-(-start // page_size), -(-end // page_size))
         works = tuple(
-            Work(rid, 0, each, False, True, slot, tuple(range(i * pages, (i + 1) * pages)))
-            for i, (rid, slot) in enumerate(zip(rids, slots, strict=True))
+            Work(rid, start, rows, False, end == len(prompt), i + 1, tuple(page * many + i for page in pages))
+            for i, rid in enumerate(rids)
         )
-        yield Plan(-1, works, tuple(NewRequest(rid, prompt, params) for rid in rids))
-        yield Plan(-1, (), released=rids)
+        yield Plan(-1, works, new)
+        new, start = (), end
+    yield Plan(-1, (), released=rids)

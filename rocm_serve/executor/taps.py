@@ -384,11 +384,12 @@ def tap_modules(model: nn.Module, facts: ModelFacts, coord: Coord, plan: ExpertP
 
 
 def _enter(taps: Taps, layer: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-    taps.stream(layer, "stream_in", args[0])
+    added, hidden = args[:2]  # what the layer before has left to be added, if any
+    taps.stream(layer, "stream_in", hidden if added is None else hidden + added)
 
 
 def _leave(taps: Taps, layer: int, module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
-    taps.stream(layer, "stream_out", out)
+    taps.stream(layer, "stream_out", args[1] + out)  # the layer has advanced the stream in place
 
 
 def _place(path: str, facts: ModelFacts, coord: Coord, params: dict[str, layout.Param]) -> Place:

@@ -22,7 +22,7 @@ def decided(
 
 def test_by_default_it_is_on_for_one_stage_of_gpus_if_steps_are_captured() -> None:
     assert decided() == ("graphs", "auto: where decode steps are captured", [])
-    assert decided(device="cpu", graphs=0) == ("off", None, [])
+    assert decided(device="cpu", graphs=0) == ("off", "auto: on a CPU the host computes", [])
     assert decided(graphs=0) == ("off", "auto: no device graphs", [])
     value, why, notes = decided(pp=2)
     assert value == "off" and why is not None and why.startswith("auto: stages have") and not notes

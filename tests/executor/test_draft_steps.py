@@ -222,6 +222,16 @@ def test_news_of_what_was_captured_goes_to_the_report(stage: LoadedStage) -> Non
     assert len(moved) == len(batch_sizes(MOST)) + len(verified_sizes(MOST, 3))
 
 
+def test_a_request_with_all_pages_that_a_request_can_have_fits_the_inputs() -> None:
+    """One request of 63 pages: what is uploaded ends at a multiple of 16 bytes, behind the page table."""
+    long = load_stage_model(changed(wish(ONE), max_model_len=1000), Mesh(1, 1).coord(0), SoloComm())
+    runner = runner_of(long, RecordedDrafts(), slots=1)
+    first, second, *_ = plans_with_drafts(1, 3, 3)
+    runner.step(changed(first, work=(changed(first.work[0], new_pages=tuple(range(63))),)), None)
+    result = runner.step(second, None)
+    assert isinstance(result, StepResult) and len(result.sampled) == 1
+
+
 def test_a_second_stage_reads_the_rows_that_came_and_no_older_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the residual stream are not padded here, as on a GPU: those beyond the batch are left over, or NaN."""
     part = load_stage_model(wish(Cell(2, 1, 1, 64, False, 3, True)), Mesh(1, 2).coord(1), SoloComm())

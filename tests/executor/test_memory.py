@@ -278,4 +278,6 @@ def test_graphs_of_all_ranks_count_as_far_as_every_rank_has_them() -> None:
     assert found.reasons == {"num_slots": "memory", "graph_max_batch": "kv_write by reference"}
     assert memory.with_graphs(limits, ready[:1]).graph_max_batch == 8
     assert memory.with_graphs(limits, ready[:1], "graphs").plan_ahead
-    assert not memory.with_graphs(limits, ready, "graphs").plan_ahead, "steps are planned ahead where all have graphs"
+    none = memory.with_graphs(limits, ready, "graphs")
+    assert not none.plan_ahead, "steps are planned ahead where all have graphs"
+    assert none.reasons["plan_ahead"] == "auto: no decode step is captured"

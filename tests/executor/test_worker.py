@@ -142,25 +142,38 @@ def test_warming_up_stays_within_one_request_of_full_length(page_size: int, leng
 
 
 @pytest.mark.parametrize(
-    ("most_rows", "length", "pages", "slots", "sizes"),
+    ("most_rows", "length", "pages", "slots", "first"),
     [
-        (64, 256, 64, 8, [2, 4, 8, 16, 32, 64]),
-        (100, 256, 64, 8, [2, 4, 8, 16, 32, 64, 100]),
-        (64, 16, 64, 8, [2, 4, 8, 16, 32]),  # a prompt is not longer than a request may be
-        (64, 256, 2, 8, [2, 4, 8, 16, 32]),  # as many rows as there are pages for
+        (64, 256, 64, 8, [2, 4, 8, 16, 32, 64, 16, 16]),
+        (100, 256, 64, 3, [2, 4, 8, 16, 32, 64, 100]),
+        (64, 16, 64, 2, [2, 4, 8, 16, 32]),  # a prompt is not longer than a request may be
+        (64, 256, 2, 2, [2, 4, 8, 16, 32]),  # as many rows as there are pages for
         (64, 256, 64, 1, []),
         (1, 256, 64, 8, []),
     ],
 )
 def test_prompts_of_every_size_stay_within_the_caches(
-    most_rows: int, length: int, pages: int, slots: int, sizes: list[int]
+    most_rows: int, length: int, pages: int, slots: int, first: list[int]
 ) -> None:
     plans = list(prompts_of_every_size(16, length, most_rows, pages, slots))
-    assert [sum(work.num_rows for work in one.work) for one in plans[::2]] == sizes
-    for begun, ended in zip(plans[::2], plans[1::2], strict=True):
-        own = [page for work in begun.work for page in work.new_pages]
-        assert len(set(own)) == len(own) and max(own) < pages and len({work.slot for work in begun.work}) == 2
-        assert not ended.work and ended.released == tuple(new.rid for new in begun.new)
+    begun = [one for one in plans if one.new]
+    assert [sum(work.num_rows for work in one.work) for one in begun] == first
+    table: dict[int, list[int]] = {}
+    ended: dict[int, int] = {}
+    for one in plans:
+        for work in one.work:
+            own = table.setdefault(work.rid, [])
+            assert work.start == (0 if one.new else ended[work.rid]) and work.slot in range(1, slots + 1)
+            own += work.new_pages
+            assert -(-(work.start + work.num_rows) // 16) == len(own) and work.start + work.num_rows <= length
+        assert sum(work.num_rows for work in one.work) <= most_rows
+        ended = {work.rid: work.start + work.num_rows for work in one.work}
+        held = [page for own in table.values() for page in own]
+        assert len(set(held)) == len(held) and set(held) <= set(range(pages))
+        if one.released:
+            assert not one.work and set(one.released) == set(table)
+            table.clear()
+    assert not table
 
 
 def test_a_gpu_compiles_for_prompts_of_every_size_before_it_is_ready() -> None:

@@ -278,7 +278,8 @@ def _attend(
     if splits > 1:
         sizes = sum(counts), splits, heads
         target = torch.empty((*sizes, d), dtype=torch.float32, device=q_THD.device)
-        peaks, totals = torch.empty((2, *sizes), dtype=torch.float32, device=q_THD.device)
+        # Each on its own: the second half of one tensor would be aligned or not, which a kernel is compiled for.
+        peaks, totals = (torch.empty(sizes, dtype=torch.float32, device=q_THD.device) for _ in range(2))
     prefill_attention_kernel[(groups, tiles * splits, many)](
         *(q_THD, keys, values, target, peaks, totals, *where, before, splits, float(scale * _LOG2_E), float(v_scale)),
         **{

@@ -17,21 +17,10 @@ from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.gated_rms_norm.triton import gated_rms_norm
 from rocm_serve.ops.gdn import L2_EPS
 from rocm_serve.ops.gdn_decode.triton import advance, decay_of, one_row_each, places, span
-from rocm_serve.ops.triton_common.triton import arch, following, let_next_begin, wait_for_previous
+from rocm_serve.ops.triton_common.triton import Counters, arch, following, let_next_begin, wait_for_previous
 
 _TAPS = 4
-_arrived: dict[torch.device, torch.Tensor] = {}
-
-
-def _counters(count: int, device: torch.device) -> torch.Tensor:
-    """Return int32 zeros, at least so many: kernels count programs in them and leave zeros behind.
-
-    One launch at a time uses them. They are made before a graph is captured: every captured size runs once before.
-    """
-    held = _arrived.get(device)
-    if held is None or len(held) < count:
-        held = _arrived[device] = torch.zeros(max(count, 1 << 14), dtype=torch.int32, device=device)
-    return held
+_arrived = Counters()
 
 
 @triton.jit
@@ -212,7 +201,7 @@ def gdn_step(
         *(u_TC, conv_weight_CK, conv_state, a_TH, b_TH, a_log_H, dt_bias_H, state, z_THV, norm_weight_V, read_THV),
         *(sequences.row_starts_B1, sequences.slots_B),
         sequences.slots_B if sequences.commits_B is None else sequences.commits_B,
-        _counters(count * key_heads, u_TC.device),
+        _arrived.of(count * key_heads, u_TC.device),
         *(rows.start, heads, key_heads, u_TC.shape[1], *(x.stride(0) for x in (u_TC, a_TH, b_TH, z_THV)), eps),
         L2=L2_EPS,
         K=key,

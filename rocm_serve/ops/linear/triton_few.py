@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import blocks, following, let_next_begin, wait_for_previous
+from rocm_serve.ops.triton_common.triton import Counters, blocks, following, let_next_begin, wait_for_previous
 
-_arrived: dict[torch.device, torch.Tensor] = {}
+_arrived = Counters()
 _LINE = tl.constexpr(128)  # bytes of L2 that are asked for at once
 
 
@@ -37,20 +37,9 @@ def few_rows(
     parts = arrived = None
     if splits > 1:
         parts = torch.empty(splits, rows, n, dtype=torch.float32, device=x_TK.device)
-        arrived = _counters(grid[0] * grid[1], x_TK.device)
+        arrived = _arrived.of(grid[0] * grid[1], x_TK.device)
     sizes = {name: tile[name] for name in ("BM", "BN", "BK", "SPLITS", "AHEAD")}
     weight_left_kernel[grid](x_TK, weight_NK, y_TN, parts, arrived, *strides, rows, n, K=k, DOT=dot, **sizes, **how)
-
-
-def _counters(count: int, device: torch.device) -> torch.Tensor:
-    """Return int32 zeros, at least so many: a kernel counts programs in them and leaves zeros behind.
-
-    One launch at a time uses them. They are made before a graph is captured: every captured size runs once before.
-    """
-    held = _arrived.get(device)
-    if held is None or len(held) < count:
-        held = _arrived[device] = torch.zeros(max(count, 1 << 14), dtype=torch.int32, device=device)
-    return held
 
 
 @triton.jit

@@ -126,7 +126,8 @@ def _down(
     """Write the weighted sums of what the experts return, a panel of columns after the other."""
     order, width = call.order, out_TH.shape[1]
     run = BN * call.tile["DOWN_RUN"]
-    panel = panel_of(order.num_choices, out_TH, BN)
+    rows, top_k = order.ids_Tk.shape  # the panel goes by powers of two of rows, as tiles do: it is compiled in
+    panel = panel_of(triton.next_power_of_2(rows) * top_k, out_TH, BN)
     returned = torch.empty(order.num_choices, panel, dtype=out_TH.dtype, device=out_TH.device)
     product = call.product("DOWN", w2_EHI)
     for first in range(0, width, panel):

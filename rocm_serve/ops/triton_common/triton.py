@@ -57,6 +57,29 @@ def blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
+class Counters:
+    """Zeros on each device in which the programs of a kernel count one another; a kernel leaves zeros behind.
+
+    One launch at a time uses those of an object. They are made before a graph is captured: every captured size runs
+    once before. Where a call needs more than there are, the old ones stay: graphs hold their address.
+    """
+
+    def __init__(self, first: int = 1 << 14) -> None:
+        self._first = first
+        self._made: dict[torch.device, list[torch.Tensor]] = {}
+
+    def of(self, count: int, device: torch.device) -> torch.Tensor:
+        """Return int32 zeros, at least so many."""
+        made = self.made(device)
+        if not made or len(made[-1]) < count:
+            made.append(torch.zeros(max(count, self._first), dtype=torch.int32, device=device))
+        return made[-1]
+
+    def made(self, device: torch.device) -> list[torch.Tensor]:
+        """Return all that there are, the largest last."""
+        return self._made.setdefault(device, [])
+
+
 @cache
 def whole_row_tile(width: int) -> dict[str, int]:
     """Choose a tile that holds whole rows: short rows share a program. 8 to 32 elements a lane."""
