@@ -60,7 +60,8 @@ def test_about_a_gpu_elsewhere_it_names_every_provider_and_why_not(
         assert tried == order[: len(tried)], "up to the one that is bound, in order"
         assert one.probe.startswith(("not run", "needs none: it is what others", "needs none: this model does not"))
         assert bool(one.shapes) == one.called
-        assert one.shapes or one.op == "quantise_rows", "which an exchange that sends no rows does not call"
+    not_called = {one.op for one in made.ops if not one.called}
+    assert not_called == {"quantise_rows", "gdn_extend"}, "an exchange that sends rows calls the one, drafts the other"
     assert any("no kernel was run" in line for line in made.not_seen)
     experts = of(made, "moe_experts").shapes
     assert [one.shape for one in experts] == ["256, 3 of 8 experts of 256"]
@@ -81,6 +82,7 @@ def test_with_drafts_their_rows_and_the_draft_layer_are_seen(checkpoints: dict[s
     config = ServeConfig(model=str(checkpoints["text-fp8"]), max_running_requests=8)
     drafting = msgspec.structs.replace(config, speculative="mtp", draft_tokens=4)
     without, made = (report(one, "mi300x") for one in (config, drafting))
+    assert of(made, "gdn_extend").called and of(made, "gdn_extend").shapes
     for op in ("gdn_decode", "causal_conv", "attention_decode"):
         assert {s.shape for s in of(without, op).shapes} < {s.shape for s in of(made, op).shapes}, op
     assert any("rows (1, 5, 9), (1, 1, 5) committed" in s.shape for s in of(made, "gdn_decode").shapes)
