@@ -1,8 +1,9 @@
 """Steps with rows of one prompt, alone or beside requests that decode: a few sizes, captured where that is possible.
 
 Rows of the prompt are padded to the next size, decoding requests to the next number of them, by rows and sequences that
-leave no trace: on the dummy slot, their keys not written, unknown to experts. Inputs lie in memory that never moves;
-captured or not, the same code runs on the same shapes. What a step draws is drawn from its rows outside.
+leave no trace: on the dummy slot, their keys not written. Experts do not see those of the prompt; those of decoding
+requests go through them for nothing. Inputs lie in memory that never moves; captured or not, the same code runs on the
+same shapes. What a step draws is drawn from its rows outside.
 
 Letters: D decoding sequences of a size, R rows of its prompt, T = D + R rows, B = D + 1 sequences, H width.
 """
