@@ -74,7 +74,7 @@ def served(wished: Any, requests: Requests, runners: Runners) -> tuple[list[Step
     "cell",
     [
         ONE,
-        Cell(1, 1, 1, 16, False, 1, True),
+        pytest.param(Cell(1, 1, 1, 16, False, 1, True), marks=pytest.mark.by_hand),
         Cell(2, 1, 1, 64, False, 3, True, pages=160),
         Cell(1, 2, 2, 64, False, 2, True),
         Cell(2, 2, 1, 64, False, 4, True),

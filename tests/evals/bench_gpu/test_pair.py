@@ -138,6 +138,7 @@ def test_made_up_weights_of_every_layout_are_shares_of_the_same_tensors() -> Non
     assert split > 20
 
 
+@pytest.mark.by_hand
 @pytest.mark.multirank
 @pytest.mark.slow
 def test_a_run_over_gloo_measures_every_point_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
