@@ -157,7 +157,11 @@ def test_a_wish_that_this_model_cannot_meet_is_one_line_and_exit_code_2(
     ("flags", "words"),
     [
         (["--mem-fraction", "0.000001"], ["does not fit", "--mem-fraction"]),
-        (["--mem-fraction", "0.000001", "--tp", "2"], ["does not fit", "--mem-fraction"]),
+        pytest.param(
+            ["--mem-fraction", "0.000001", "--tp", "2"],
+            ["does not fit", "--mem-fraction"],
+            marks=pytest.mark.multirank,
+        ),
     ],
 )
 def test_a_wish_that_only_the_engine_can_refuse_ends_the_same_way_and_is_told_once(
