@@ -113,6 +113,7 @@ def test_every_decided_value_has_a_reason_and_no_asked_one_has(facts: ModelFacts
         "mem_fraction",
         "dist_init_addr",
         "torch_threads",
+        "plan_ahead",
     }
     asked = resolved(
         facts,
@@ -124,6 +125,7 @@ def test_every_decided_value_has_a_reason_and_no_asked_one_has(facts: ModelFacts
         max_model_len=99,
         mem_fraction=0.5,
         dist_init_addr="h:1",
+        plan_ahead="off",
     )
     assert set(asked.reasons) == {"torch_threads"}
 
