@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-import msgspec
 import torch
 
 from evals.bench_gpu import decode, op_level, prefill, prefill_level, stage, step_level
 from evals.bench_gpu.measuring import Measuring
 from evals.bench_gpu.plot import lines_of, lines_of_prefill, svg
 from evals.bench_gpu.records import Run, markdown, table
+from evals.bench_gpu.shown import show
 from rocm_serve.config.load import parse_ops
 from rocm_serve.errors import UserError
 from rocm_serve.tuning.shapes import SHAPES
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.part not in _PARTS:
-        return _show(arguments)
+        return show("bench_gpu", arguments.part, arguments.json, arguments.plot, Run, _drawn, markdown)
     part, default_steps = _PARTS[arguments.part]
     arguments.steps = arguments.steps or default_steps
     try:
@@ -110,19 +110,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(argv: Sequence[str]) -> str:
     """Write the command without the folders of one machine."""
     return " ".join(["python -m evals.bench_gpu", *(Path(word).name if "/" in word else word for word in argv)])
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    """Draw or write out what an earlier run found."""
-    if arguments.json is None or (arguments.part == "plot" and arguments.plot is None):
-        print("bench_gpu: plot and table read --json FILE, and plot writes --plot FILE", file=sys.stderr)
-        return 2
-    run = msgspec.json.decode(arguments.json.read_bytes(), type=Run)
-    if arguments.part == "plot":
-        arguments.plot.write_text(_drawn(run))
-    else:
-        print("\n".join(markdown(run)))
-    return 0
 
 
 def _drawn(run: Run) -> str:

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import torch
 
 from evals.bench_gpu import stage
@@ -30,6 +29,7 @@ from evals.bench_gpu.pair_plot import svg
 from evals.bench_gpu.pair_points import measure_layouts
 from evals.bench_gpu.pair_records import PairRun, markdown, table
 from evals.bench_gpu.pair_run import Measuring
+from evals.bench_gpu.shown import show
 from rocm_serve.config.load import parse_ops
 from rocm_serve.errors import UserError
 from rocm_serve.tuning.shapes import config_of
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.part != "run":
-        return _show(arguments)
+        return show("pair", arguments.part, arguments.json, arguments.plot, PairRun, _picture, markdown)
     try:
         arguments.op = parse_ops(arguments.op)
         device = torch.device("cpu") if arguments.device == "cpu" else stage.device_here()
@@ -108,19 +108,6 @@ def _command(argv: Sequence[str]) -> str:
     """Write the command without the folders of one machine."""
     words = (Path(word).name if "/" in word else word for word in argv)
     return " ".join(["python -m evals.bench_gpu.pair", *words])
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    """Draw or write out what an earlier run found."""
-    if arguments.json is None or (arguments.part == "plot" and arguments.plot is None):
-        print("pair: plot and table read --json FILE, and plot writes --plot FILE", file=sys.stderr)
-        return 2
-    run = msgspec.json.decode(arguments.json.read_bytes(), type=PairRun)
-    if arguments.part == "plot":
-        arguments.plot.write_text(_picture(run))
-    else:
-        print("\n".join(markdown(run)))
-    return 0
 
 
 def _picture(run: PairRun) -> str:
