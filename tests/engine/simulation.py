@@ -9,7 +9,9 @@ the answer, and says it or not; rows of drafts run beside the state, which takes
 
 from __future__ import annotations
 
+import math
 import random
+import threading
 import time
 import zlib
 from collections import deque
@@ -274,7 +276,7 @@ class FakeWorker:
 class FakeExecutor:
     """The stand-in behind the executor's contract. A step takes `step_s` in each of `depth` stages.
 
-    `fail_at`: the plan that kills it. `start_error`: what `start` raises.
+    `fail_at`: the plan that kills it. `start_error`: what `start` raises. `goes_on`: no step ends before it is set.
     """
 
     def __init__(
@@ -282,6 +284,7 @@ class FakeExecutor:
         limits: EffectiveLimits,
         depth: int = 1,
         *,
+        goes_on: threading.Event | None = None,
         step_s: float = 0.0,
         fail_at: int | None = None,
         start_error: Exception | None = None,
@@ -292,6 +295,7 @@ class FakeExecutor:
         self.plans: list[Plan] = []
         self.shut_down = False
         self.polls = 0
+        self._goes_on = goes_on
         self._step_s = step_s
         self._fail_at = fail_at
         self._start_error = start_error
@@ -318,7 +322,8 @@ class FakeExecutor:
         if not self._results:
             return None
         at, result = self._results[0]
-        wait = at - time.monotonic()
+        held = self._goes_on is not None and not self._goes_on.is_set()
+        wait = math.inf if held else at - time.monotonic()
         if wait > 0:
             if wake is None:
                 time.sleep(min(wait, timeout_s))

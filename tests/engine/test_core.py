@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager
 
@@ -101,10 +102,14 @@ def test_200_concurrent_requests_each_get_the_answer_of_their_alone_run(
     ]
 
     async def story() -> None:
-        executor = FakeExecutor(limits, depth)
+        all_are_there = threading.Event()  # a core faster than this loop would never be crowded
+        executor = FakeExecutor(limits, depth, goes_on=all_are_there)
         async with engine(run_dir, lambda: executor) as (client, _):
             assert await client.start() == limits
-            answers = await asyncio.gather(*(collect(client, request) for request in requests))
+            tasks = [asyncio.create_task(collect(client, request)) for request in requests]
+            await until(lambda: client.stats.running + client.stats.waiting + client.stats.finished == 200)
+            all_are_there.set()
+            answers = await asyncio.gather(*tasks)
             for request, answer in zip(requests, answers, strict=True):
                 assert answer == alone(request.prompt, request.params, limits)
             stats = client.stats
