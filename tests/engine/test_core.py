@@ -92,8 +92,8 @@ def test_200_concurrent_requests_each_get_the_answer_of_their_alone_run(
             f"r{number}",
             make_prompt(number, rng.randint(1, 20)),
             SamplingParams(
-                max_tokens=rng.randint(0, 60),
-                eos_token_ids=rng.choice([(), (0,)]),
+                max_tokens=rng.randint(50, 60) if number < 40 else rng.randint(0, 60),  # so that pages run out
+                eos_token_ids=() if number < 40 else rng.choice([(), (0,)]),
                 logprobs=2 if rng.random() < hosted else None,
                 prompt_logprobs=0 if rng.random() < hosted else None,
             ),
@@ -115,7 +115,7 @@ def test_200_concurrent_requests_each_get_the_answer_of_their_alone_run(
             stats = client.stats
             assert (stats.finished, stats.running, stats.waiting) == (200, 0, 0)
             assert (stats.pages_used, stats.slots_used) == (0, 0)
-            assert stats.peak_running > 20 and stats.mixed_steps and (stats.preemptions or drafts)
+            assert stats.peak_running > 15 and stats.mixed_steps and stats.preemptions
             assert (stats.decode_tokens > 1.5 * stats.decode_forwards) == (drafts > 0)
             assert bool(stats.accepted_draft_tokens) == bool(stats.draft_speeds) == (drafts > 0)
             assert client.num_open == 0
