@@ -55,7 +55,7 @@ def compile_all(arguments: argparse.Namespace) -> int:
     committed, tools = records.read(records.RESOURCES), records.toolchain()
     if arguments.write:
         kept = committed.get("kernels", {}) if arguments.only else {}
-        records.write(records.RESOURCES, {"toolchain": tools, "kernels": {**kept, **found}})
+        records.write(records.RESOURCES, {"toolchain": tools, "kernels": records.merged(kept, found)})
         return code
     different = records.resource_differences(found, committed.get("kernels", {}))
     for line in different:
@@ -76,7 +76,7 @@ def emulate_all(arguments: argparse.Namespace) -> int:
     table = records.emulated_table(verdicts, trials)
     if arguments.write:
         kept = records.read(records.EMULATED) if arguments.only else {}
-        records.write(records.EMULATED, {**kept, **table})
+        records.write(records.EMULATED, records.merged(kept, table))
     missing = [] if arguments.only else records.missing_levels(TRIALS, NOT_EMULATED, table)
     for line in missing:
         print(f"levels: {line}")

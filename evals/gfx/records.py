@@ -31,6 +31,16 @@ def write(path: Path, table: Table) -> None:
     path.write_text(_laid_out(table, "") + "\n", encoding="utf-8")
 
 
+def merged(kept: Table, found: Table) -> Table:
+    """Return both tables of kernels: of a case that both have, what was found now."""
+    table = {kernel: dict(by_arch) for kernel, by_arch in kept.items()}
+    for kernel, by_arch in found.items():
+        held = table.setdefault(kernel, {})
+        for arch, cases in by_arch.items():
+            held[arch] = {**held.get(arch, {}), **cases}
+    return table
+
+
 def _laid_out(value: Any, indent: str) -> str:
     flat = json.dumps(value, sort_keys=True)
     if not isinstance(value, dict) or len(flat) < 100:

@@ -231,7 +231,8 @@ def _shapes(op: str, provider: str, facts: OpFacts) -> tuple[ShapeReport, ...]:
 
 
 def _of_shape(shape: str, tuned: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    return next((rows for name, rows in tuned.items() if shape == name or shape.startswith(f"{name} ")), None)
+    """Find the table's shape in the words of a probe's call, which may say more before or after it."""
+    return next((rows for name, rows in tuned.items() if f" {name} " in f" {shape} "), None)
 
 
 def _versions() -> dict[str, str]:

@@ -95,7 +95,11 @@ def _triton(op: str, facts: OpFacts) -> list[ShapeTuning]:
         return [ShapeTuning(f"{h}, {k} of {e} experts of {i}", rows(e=e, k=k, h=h, i=i))]
     if op == "attention_decode":
         groups, d = facts.kv_heads, facts.head_dim
-        return [ShapeTuning(f"{groups} heads of {d}", rows(groups=groups, d=1 << max(d - 1, 0).bit_length()))]
+        return [ShapeTuning(f"{groups} heads of {d}", rows(groups=groups, d=_padded(d)))]
+    if op == "attention_prefill":  # rows of the longest sequence
+        shared, d = facts.heads // facts.kv_heads, facts.head_dim
+        name = f"{facts.heads} on {facts.kv_heads} heads of {d}"
+        return [ShapeTuning(name, rows(vectors=_padded(shared), d=max(16, _padded(d))))]
     if op in ("gdn_step", "gdn_decode", "gdn_chunk"):
         heads, k, v = facts.value_heads, facts.key_dim, facts.value_dim
         return [ShapeTuning(f"{heads} heads of {k} and {v}", rows(heads=heads, k=k, v=v))]
@@ -103,6 +107,10 @@ def _triton(op: str, facts: OpFacts) -> list[ShapeTuning]:
         plain = [shape for shape in facts.linears if not shape.fp8]
         return [ShapeTuning(f"[{one.rows}, {one.columns}]", rows(k=one.columns, n=one.rows)) for one in plain]
     return []
+
+
+def _padded(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def _known(facts: Mapping[str, object]) -> OpFacts | None:

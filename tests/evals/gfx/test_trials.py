@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 from dataclasses import replace
@@ -96,6 +97,18 @@ def test_resources_that_changed_are_told() -> None:
     (said,) = records.resource_differences({"hip k": {"gfx942": {"case": [{"vgprs": 12}]}}}, before)
     assert '"vgprs": 12' in said and '"vgprs": 10' in said
     assert "not in resources.json" in records.resource_differences(before, {})[0]
+
+
+def test_some_trials_written_leave_the_record_of_others() -> None:
+    before = {
+        "hip k": {"gfx942": {"one": [1], "other": [2]}, "gfx950": {"one": [3]}},
+        "hip l": {"gfx942": {"one": [4]}},
+    }
+    kept = copy.deepcopy(before)
+    found = {"hip k": {"gfx942": {"one": [9], "new": [8]}}, "hip m": {"gfx950": {"one": [7]}}}
+    both = {"gfx942": {"one": [9], "other": [2], "new": [8]}, "gfx950": {"one": [3]}}
+    assert records.merged(kept, found) == {"hip k": both, "hip l": before["hip l"], "hip m": found["hip m"]}
+    assert kept == before and records.merged({}, found) == found
 
 
 @needs_clang
