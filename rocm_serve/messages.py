@@ -172,7 +172,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     again. `drafts` are in a Work that samples and is recurrent, and are a beginning of what the last result proposed.
     Pages reach `proposals` rows past the last one.
 
-    A `pending` Work is one row, behind all tokens known: it reads the token that the plan before this one draws for the
+    A `pending` Work is one row, behind all tokens known: it reads the token that a plan before this one draws for the
     request, on the device. That plan is in flight still, and has it in the same slot; no drafts are near.
     """
 

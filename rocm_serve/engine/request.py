@@ -30,7 +30,7 @@ class Request:
     prompt_len: int
     end_ids: tuple[int, ...]
     longest: int  # most rows ever computed for it, unless it ends before
-    hosted: bool  # nothing is planned behind a plan in flight that names it
+    hosted: bool  # no row is planned behind a plan in flight that names it, while its token is not known
     out: list[int] = field(default_factory=list)
     planned: int = 0
     told: int = 0  # output tokens that the workers know

@@ -7,7 +7,7 @@ What goes into a plan, in this order of precedence:
 * Requests run in order of arrival. A request that finds no free page takes those of the newest running one, itself
   last; the victim goes back to the head of the queue, so it resumes first, and is computed again from position 0.
 * Decoding requests (one output row left to compute) always go: their rows do not count against the budget. With
-  `depth` > 1 they are split into `depth` groups of equal size +- 1, one group a plan, so that every stage has work.
+  several stages they are split into as many groups of equal size +- 1, one group a plan, so that every stage has work.
 * All other rows (prompts; output rows of a preempted request, computed again) share `chunked_prefill_size` rows a plan.
   A plan therefore never has more than max_running_requests x (1 + draft_tokens) + chunked_prefill_size rows.
 * The queue is strictly first come, first served. Its head enters when a slot is free and the pages that are left cover
@@ -16,10 +16,13 @@ What goes into a plan, in this order of precedence:
   leave free: drafts preempt nobody. No more are asked for than can come out before its end. They are kept for the next
   plan that names it; preemption and a plan that does not draft drop them. An accepted draft is a row done: the next
   Work starts behind it.
-* With `limits.plan_ahead` (one stage, no drafts) decoding requests are not split: a request whose token is being drawn
-  gets the row of that token in the next plan already, unless its length ends it there. An end token, a stop string or
-  an abort is seen one plan late; the row behind it was computed for nothing, and what came of it is dropped. Behind a
-  plan that names a `hosted` request nothing is planned before its result.
+* With `limits.plan_ahead` (no drafts) one plan more than there are stages may be in flight: a request whose token is
+  being drawn gets the row of that token already, unless its length ends it there, and one such row at a time. It goes
+  into the plan that its group's turn is next, as many plans behind the one that draws as there are stages: the first
+  stage would wait for a nearer one to come out of the last. Where a plan would be empty, the oldest group has its turn.
+  An end token, a stop string or an abort is seen late; the row behind it was computed for nothing, and what came of it
+  is dropped. Behind a plan that names a `hosted` request no such row is planned before its result, and with one in
+  flight no more plans are than there are stages.
 
 Plans run in order on the device, so slots and pages are given back at once, whatever is in flight: their next owner's
 plan comes after the plan that writes them last.
@@ -32,8 +35,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 
 from rocm_serve.engine.blocks import Pool, pages_for
 from rocm_serve.engine.request import Request, check_outcome, extend, longest, refusal
@@ -56,10 +58,10 @@ GDN_CHUNK = 64  # rows that the chunked GDN form takes together; a cut elsewhere
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A plan that has not been committed. `members`: running requests whose next token it brings."""
+    """A plan that has not been committed. `members`: running requests whose newest token it brings, by rid."""
 
     plan: Plan
-    members: int = 0
+    members: dict[int, Request] = field(default_factory=dict)
     hosted: bool = False  # its results have a part of the host in them
 
 
@@ -84,9 +86,10 @@ class Scheduler:
 
     def __init__(self, limits: EffectiveLimits, depth: int) -> None:
         assert depth >= 1 and limits.chunked_prefill_size >= 1 and limits.page_size >= 1
-        assert not limits.plan_ahead or (depth == 2 and not limits.draft_tokens), "one step ahead, and no drafts"
+        assert not limits.plan_ahead or (depth > 1 and not limits.draft_tokens), "one step ahead, and no drafts"
         self.limits = limits
         self.depth = depth
+        self.stages = depth - limits.plan_ahead
         self.cut = min(GDN_CHUNK, limits.chunked_prefill_size)
         self.growth = pages_for(1 + 2 * limits.draft_tokens, limits.page_size)  # a row, drafts, room to propose more
         self.pages = Pool(0, limits.num_pages)
@@ -156,14 +159,17 @@ class Scheduler:
 
         Without `drafting` it verifies no drafts and asks for none.
         """
-        if len(self.in_flight) >= self.depth or (self.limits.plan_ahead and any(r.hosted for r in self.in_flight)):
+        hosted = any(record.hosted for record in self.in_flight)
+        if len(self.in_flight) >= (self.stages if hosted else self.depth):
             return None
         record = InFlight(Plan(seq=self._next_seq, work=()))
         drafting = drafting and self.limits.draft_tokens > 0
         sketch = _Sketch(self.limits.chunked_prefill_size, record, [], [], [], drafting)
-        self._plan_running(sketch)
+        self._plan_running(sketch, self._turn(self._due()))
         if self.waiting and not sketch.preempted:
             self._admit(sketch)
+        if self.limits.plan_ahead and not sketch.recurrent and not sketch.prompts:
+            self._plan_running(sketch, self._turn(self._oldest_group()))
         work = (*sketch.recurrent, *sketch.prompts)
         if not work:
             return None
@@ -174,16 +180,15 @@ class Scheduler:
         self._counts["peak_running"] = max(self._counts["peak_running"], len(self.running))
         return record.plan
 
-    def _plan_running(self, sketch: _Sketch) -> None:
-        turn = dict.fromkeys(islice(self.ready, self._group_size()))
+    def _plan_running(self, sketch: _Sketch, turn: dict[int, Request]) -> None:
         placed = []
         for request in list(self.running.values()):
             if request.slot == 0:
                 continue
-            if request.awaits is not None:
-                rows = int(self.limits.plan_ahead and request.planned < request.longest)
-            elif request.rid in self.ready:
-                rows = 1 if request.rid in turn else 0
+            if request.rid in turn:
+                rows = 1
+            elif request.awaits is not None or request.rid in self.ready:
+                continue
             else:
                 rows = self._rows(request, sketch.budget)
                 sketch.budget -= rows
@@ -195,16 +200,32 @@ class Scheduler:
         for request, rows, pages in placed:  # those that gave way were newer, and are not among them
             self._emit(request, rows, pages, sketch)
 
-    def _group_size(self) -> int:
-        """How many decoding requests this plan may take, so that `depth` plans share them evenly.
+    def _turn(self, drawing: list[InFlight]) -> dict[int, Request]:
+        """Return the decoding requests of this plan: those that are ready, and those whose token `drawing` brings.
 
-        Of D requests that decode or bring a token soon, D mod depth groups have one more than the others.
+        No more than keep the groups even: of D requests that decode or bring a token soon, D mod `stages` groups have
+        one more than the others.
         """
-        if self.depth == 1 or self.limits.plan_ahead:
-            return len(self.ready)
-        base, more = divmod(len(self.ready) + sum(r.members for r in self.in_flight), self.depth)
-        larger = sum(r.members > base for r in self.in_flight)
-        return base + (larger < more)
+        mine = self.ready.copy()
+        for record in drawing:
+            for rid, request in record.members.items():
+                if request.planned == request.known < request.longest:
+                    mine[rid] = request
+        others = [len(record.members) for record in self.in_flight if record not in drawing]
+        base, more = divmod(len(mine) + sum(others), self.stages)
+        size = base + (sum(count > base for count in others) < more)
+        return dict(list(mine.items())[:size])
+
+    def _due(self) -> list[InFlight]:
+        """Return the plans whose tokens come out of the last stage before the first one begins the next plan."""
+        if not self.limits.plan_ahead:
+            return []
+        last = self._next_seq - self.stages
+        return [record for record in self.in_flight if record.plan.seq <= last and not record.hosted]
+
+    def _oldest_group(self) -> list[InFlight]:
+        first = next((record for record in self.in_flight if record.members), None)
+        return [] if first is None or first.hosted else [first]
 
     def _rows(self, request: Request, budget: int) -> int:
         """Rows of the next Work of a request that is not decoding, cut where cutting is allowed."""
@@ -293,7 +314,7 @@ class Scheduler:
         if samples:
             self._await_nothing(request)
             request.awaits = sketch.record
-            sketch.record.members += 1
+            sketch.record.members[request.rid] = request
             self.ready.pop(request.rid, None)
         elif request.decodes:
             self.ready[request.rid] = request
@@ -404,7 +425,7 @@ class Scheduler:
 
     def _await_nothing(self, request: Request) -> None:
         if request.awaits is not None:
-            request.awaits.members -= 1
+            del request.awaits.members[request.rid]
 
     def _forget(self, request: Request) -> None:
         if request.slot:
@@ -464,6 +485,6 @@ class Scheduler:
             assert (r.rid in self.ready) == (r.awaits is None and r.decodes), "ready and not decoding, or the reverse"
         assert all(rid in self.running for rid in self.ready)
         for record in self.in_flight:
-            assert record.members == sum(r.awaits is record for r in running)
+            assert record.members == {r.rid: r for r in running if r.awaits is record}
         assert not set(self._released) & set(self._by_rid)
         assert len(self.in_flight) <= self.depth

@@ -162,21 +162,34 @@ class Driver:
             self.log.census["resumed"] += work.start == 0 and bool(request.out)
 
     def _judge_ahead(self, plan: Plan) -> None:
-        """A row may come before its token is known, behind one plan in flight that draws it and asks no host."""
-        before = [w for record in list(self.scheduler.in_flight)[:-1] for w in record.plan.work] if self._ahead else []
-        assert not any(self.params[w.rid].hosted for w in before), "planned behind a step of the host"
-        drawn = {w.rid: w for w in before if w.samples}
+        """A row may come before its token is known, behind one plan in flight that draws it and asks no host.
+
+        As many plans behind as there are stages; nearer only in a plan that would be empty, and of the oldest group.
+        """
+        census, before = self.log.census, [record.plan for record in self.scheduler.in_flight][:-1]
+        stages = self.story.depth - self._ahead
+        hosted = {one.seq for one in before if any(self.params[w.rid].hosted for w in one.work)}
+        assert not hosted or len(before) < stages, "planned behind a step of the host"
+        drawn = {w.rid: (w, one.seq) for one in before for w in one.work if w.samples}
+        alive = {r.rid for r in self.scheduler.running.values()}
         for work in plan.work:
             request = self.scheduler._by_rid[work.rid]
             self.params[work.rid] = request.params
             assert work.pending == (work.rid in drawn), "a row of a token that nobody draws"
             if work.pending:
-                was = drawn[work.rid]
+                was, seq = drawn[work.rid]
+                assert self._ahead and seq not in hosted, "its token is drawn by the host"
+                if plan.seq - seq < stages:
+                    older = {w.rid for one in before if one.seq < seq for w in one.work if w.samples}
+                    again = {w.rid for one in before if one.seq >= seq for w in one.work if w.samples}
+                    assert all(w.pending for w in plan.work), "the first stage waits with work to do"
+                    assert not (older - again) & alive, "not the oldest group"
+                    census["planned ahead of a near plan"] += 1
                 assert work.recurrent and work.samples and work.num_rows == 1 and work.slot == was.slot
                 assert work.start == was.start + was.num_rows < request.longest, "a row that nobody can want"
-                self.log.census["planned ahead"] += 1
-                self.log.census["planned ahead of a prompt's token"] += not was.recurrent
-                self.log.census["planned ahead, with a new page"] += bool(work.new_pages)
+                census["planned ahead"] += 1
+                census["planned ahead of a prompt's token"] += not was.recurrent
+                census["planned ahead, with a new page"] += bool(work.new_pages)
 
     def _judge_drafts(self, plan: Plan, kept: dict[int, tuple[int, ...]], drafting: bool, full: bool) -> None:
         """Drafts are what was proposed last, as long as they can be wanted and pages hold them: fewer when `full`."""

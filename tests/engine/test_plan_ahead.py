@@ -122,6 +122,61 @@ def test_an_abort_with_two_steps_in_flight_drops_both_tokens() -> None:
     assert plan.released == (0,) and [work.rid for work in plan.work] == [1]
 
 
+def test_with_stages_the_next_plan_of_the_oldest_group_is_in_flight_beside_the_present_ones() -> None:
+    stage = Stage(limits(max_running_requests=5), 3)  # two stages
+    asked = [stage.add(name, 2, max_tokens=8) for name in "abcd"]
+    assert shown(stage.plan()) == [(rid, 0, False, 0) for rid in range(4)]
+    assert shown(stage.plan()) == [(0, 2, True, 0), (1, 2, True, 0)], "a plan that would be empty"
+    assert shown(stage.plan()) == [(2, 2, True, 0), (3, 2, True, 0)]
+    assert stage.scheduler.schedule() is None, "three plans are in flight"
+    stage.commit()
+    assert shown(stage.plan()) == [(0, 3, True, 1), (1, 3, True, 1)]
+    stage.commit()
+    stage.add("e", 2, max_tokens=4)
+    assert shown(stage.plan()) == [(2, 3, True, 1), (3, 3, True, 1), (4, 0, False, 0)]
+    plans = stage.finish()
+    assert [len(plan.work) for plan in plans[:6]] == [2, 3, 2, 3, 2, 3], "even groups, never one of a plan just before"
+    for request in asked:
+        assert stage.tokens(request.request_id) == alone(request.prompt, request.params, stage.limits).tokens
+
+
+def test_with_stages_a_row_is_not_planned_behind_a_near_plan_while_there_is_a_prompt_to_compute() -> None:
+    """The first stage would wait for the last one, and the prompt with it."""
+    stage = Stage(limits(chunked_prefill_size=64), 3)
+    stage.add("a", 2, max_tokens=8)
+    stage.plan()
+    stage.add("b", 256 - 8, max_tokens=4)
+    assert shown(stage.plan()) == [(1, 0, False, 0)]
+    assert shown(stage.plan()) == [(0, 2, True, 0), (1, 64, False, 0)]
+    stage.commit()
+    assert shown(stage.plan()) == [(1, 128, False, 0)]
+
+
+def test_one_request_has_two_plans_in_flight_whatever_the_stages() -> None:
+    stage = Stage(limits(), 4)
+    request = stage.add("a", 2, max_tokens=5)
+    assert [shown(stage.plan()), shown(stage.plan())] == [[(0, 0, False, 0)], [(0, 2, True, 0)]]
+    assert stage.scheduler.schedule() is None, "two of its tokens would be unknown"
+    stage.finish()
+    assert stage.tokens("a") == alone(request.prompt, request.params, stage.limits).tokens
+
+
+def test_with_stages_a_plan_of_the_host_makes_them_as_many_as_without() -> None:
+    stage = Stage(limits(max_running_requests=4), 3)
+    for name in "abc":
+        stage.add(name, 2, max_tokens=9)
+    stage.add("hosted", 2, max_tokens=9, logprobs=1)
+    stage.plan()
+    assert stage.scheduler.schedule() is None, "nothing else is ready, and the host draws"
+    stage.commit()
+    assert [len(stage.plan().work), len(stage.plan().work)] == [2, 2]
+    for _ in range(4):
+        assert stage.scheduler.schedule() is None
+        stage.commit()
+        plan = stage.plan()
+        assert len(plan.work) == 2 and not any(work.pending for work in plan.work)
+
+
 def test_the_core_hands_over_the_next_step_before_it_waits_for_the_last_one() -> None:
     class Watched(FakeExecutor):
         """Notes how many plans are out when a result is fetched."""

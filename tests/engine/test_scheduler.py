@@ -47,7 +47,7 @@ def stories(draw: st.DrawFn) -> Story:
         plan_ahead=draw(st.booleans()),
     )
     patience = tuple(draw(st.lists(st.booleans(), min_size=1, max_size=5)))
-    return Story(limits, 2 if limits.plan_ahead else draw(st.integers(1, 3)), tuple(jobs), patience)
+    return Story(limits, draw(st.integers(1, 3)) + limits.plan_ahead, tuple(jobs), patience)
 
 
 def fitting_limits(jobs: list[Job], page_size: int, spare_pages: int, **limits: int) -> EffectiveLimits:
@@ -81,7 +81,7 @@ def crowded_story(seed: int, ahead: bool = False) -> Story:
         plan_ahead=ahead,
     )
     patience = tuple(rng.random() < 0.5 for _ in range(rng.randint(1, 5)))
-    return Story(limits, 2 if ahead else rng.randint(1, 3), tuple(jobs), patience)
+    return Story(limits, rng.randint(1, 3) + ahead, tuple(jobs), patience)
 
 
 def judge_answers(story: Story, log: Log) -> None:
@@ -119,6 +119,7 @@ AHEAD_STATES = (
     "planned ahead",
     "planned ahead of a prompt's token",
     "planned ahead, with a new page",
+    "planned ahead of a near plan",
     "end with a row planned ahead",
     "abort with a row planned ahead",
     "abort of a victim in flight",
