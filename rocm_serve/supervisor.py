@@ -18,7 +18,9 @@ from rocm_serve.agreement import agreement, identity
 from rocm_serve.children import SUFFERED, USER_ERROR, Child, child_environment, end_processes, stacks_of, wait_for
 from rocm_serve.config.launcher import split_address
 from rocm_serve.config.schema import Resolved
-from rocm_serve.control import FollowerLink, LeaderLink, Link
+from rocm_serve.control import Link
+from rocm_serve.control_follower import FollowerLink
+from rocm_serve.control_leader import LeaderLink
 from rocm_serve.doors import CONTROL_PORT
 from rocm_serve.executor.heartbeat import Phase
 from rocm_serve.frames import GroupLost

@@ -11,7 +11,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from rocm_serve.control import CONTROL_PORT, FollowerLink, GroupLost, LeaderLink, Link
+from rocm_serve.control import Link
+from rocm_serve.control_follower import FollowerLink
+from rocm_serve.control_leader import LeaderLink
+from rocm_serve.doors import CONTROL_PORT
+from rocm_serve.frames import Connection, GroupLost
 from rocm_serve.messages import AskToStop, Beat, ControlMessage, GroupDown, Hello, Leave, RankBeat
 from rocm_serve.platform.probe import free_port
 from tests.e2e.two_nodes import free_ports
@@ -127,8 +131,6 @@ def test_a_second_node_of_the_same_rank_is_refused_and_the_first_goes_on() -> No
 
 def test_a_node_that_cannot_be_reached_back_is_named_with_its_address() -> None:
     with leader() as (first, port), socket.create_connection((HOST, port)) as pretender:
-        from rocm_serve.control import Connection
-
         closed = free_port()
         Connection(pretender, "x").send(Hello(1, CHECKS, HOST, closed))
         with pytest.raises(GroupLost, match="node 0 cannot reach node 1 at 127.0.0.1"):
@@ -136,7 +138,7 @@ def test_a_node_that_cannot_be_reached_back_is_named_with_its_address() -> None:
 
 
 def test_a_way_back_from_another_address_is_told_with_the_address_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rocm_serve.control._is_loopback", lambda address: False)
+    monkeypatch.setattr("rocm_serve.control_leader._is_loopback", lambda address: False)
     port = free_ports("127.0.0.2") + CONTROL_PORT
     link = LeaderLink("node", 2, "127.0.0.2", port, CHECKS)
     second = FollowerLink("node", 1, 2, "127.0.0.2", port, HOST, CHECKS)
@@ -169,7 +171,8 @@ def test_a_closed_connection_is_noticed_at_once(who: str) -> None:
 
 @pytest.mark.parametrize("who", ["leader", "follower"])
 def test_silence_is_noticed(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rocm_serve.control.SILENCE_S", 0.3)
+    for end in ("leader", "follower"):
+        monkeypatch.setattr(f"rocm_serve.control_{end}.SILENCE_S", 0.3)
     with leader() as (first, port), follower(port) as second:
         until([first, second], lambda: first.complete and second.complete)
         left: Link = first if who == "follower" else second

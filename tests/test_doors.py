@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from rocm_serve.control import FollowerLink, LeaderLink
+from rocm_serve.control_follower import FollowerLink
+from rocm_serve.control_leader import LeaderLink
 from rocm_serve.doors import CONTROL_PORT, Doors, busy_port, drop_a_letter, tell, tell_followers, tell_leader
 from rocm_serve.frames import GroupLost, frame
 from rocm_serve.messages import Beat, GroupDown
@@ -131,7 +132,7 @@ def test_a_leader_whose_control_port_is_shut_is_told_by_another_door(
         return connect(address, timeout=timeout)
 
     monkeypatch.setattr(socket, "create_connection", firewall)
-    monkeypatch.setattr("rocm_serve.control.UNANSWERED_S", 0.5)
+    monkeypatch.setattr("rocm_serve.control_follower.UNANSWERED_S", 0.5)
     with polled(leader(port)) as there, polled(follower(port)) as here:
         until(lambda: there and here)
     sentence = f"node 1 reaches {HOST} on port {port} but not on {port + CONTROL_PORT} ({how.strerror or how}): a"
@@ -167,7 +168,7 @@ def test_a_leader_that_no_connection_reaches_is_told_by_a_datagram(monkeypatch: 
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", no_way_back)
-    monkeypatch.setattr("rocm_serve.control.UNANSWERED_S", 0.5)
+    monkeypatch.setattr("rocm_serve.control_follower.UNANSWERED_S", 0.5)
     with polled(link) as there, polled(follower(port)) as here:
         until(lambda: there and here)
     assert str(here[0]) == str(there[0])
@@ -175,7 +176,7 @@ def test_a_leader_that_no_connection_reaches_is_told_by_a_datagram(monkeypatch: 
 
 
 def test_waiting_for_a_leader_that_has_not_started_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rocm_serve.control.UNANSWERED_S", 0.2)
+    monkeypatch.setattr("rocm_serve.control_follower.UNANSWERED_S", 0.2)
     port = free_ports(HOST)
     with polled(follower(port)) as lost:
         time.sleep(3)
@@ -203,7 +204,7 @@ def test_large_packets_that_get_lost_are_told_on_both_sides(monkeypatch: pytest.
 def test_a_leader_that_does_not_start_is_heard_though_another_program_has_its_control_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rocm_serve.control.SILENCE_S", 0.5)
+    monkeypatch.setattr("rocm_serve.control_follower.SILENCE_S", 0.5)
     port = free_ports(HOST)
     with socket.socket() as other:
         other.bind((HOST, port + CONTROL_PORT))
@@ -219,7 +220,7 @@ def test_a_leader_that_does_not_start_is_heard_though_another_program_has_its_co
 
 
 def test_a_program_that_has_the_port_and_says_nothing_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rocm_serve.control.SILENCE_S", 0.5)
+    monkeypatch.setattr("rocm_serve.control_follower.SILENCE_S", 0.5)
     port = free_ports(HOST)
     with contextlib.closing(Doors(HOST, port + CONTROL_PORT)), polled(follower(port)) as lost:
         until(lambda: lost)
