@@ -10,7 +10,7 @@ import torch
 from evals.bench_gpu import measuring, op_level, stage, step_level
 from evals.bench_gpu.measuring import Measuring, compile_points, tokens_that_fit
 from evals.bench_gpu.records import StepRecord
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.ops.bind import binding_lines
 from rocm_serve.tuning import floor
 from rocm_serve.tuning.shapes import SHAPES

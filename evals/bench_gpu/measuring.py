@@ -13,7 +13,8 @@ from evals.bench_gpu import op_level, stage
 from evals.bench_gpu.machine import describe
 from evals.bench_gpu.prefill_records import PrefillRecord, prefill_kernel_lines, prefill_line
 from evals.bench_gpu.records import Failure, OpRecord, Run, StepRecord, kernel_lines, op_line, step_line
-from rocm_serve.executor.loading import MODEL_DTYPES, LoadedStage, dialect_of
+from rocm_serve.executor.device import MODEL_DTYPES, dialect_of
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.ops.bind import binding_lines
 from rocm_serve.ops.fp8 import FP8_DTYPES
 from rocm_serve.platform.probe import free_device_bytes, usable_cores

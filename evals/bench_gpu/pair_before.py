@@ -21,7 +21,7 @@ from rocm_serve.checkpoint.synthetic_configs import Dims
 from rocm_serve.children import end_processes, wait_for
 from rocm_serve.config.graphs import PROMPT_DECODES
 from rocm_serve.config.load import environment
-from rocm_serve.executor.loading import dialect_of
+from rocm_serve.executor.device import dialect_of
 from rocm_serve.platform.probe import free_port, usable_cores
 from rocm_serve.tuning.compiling import Compilers
 from rocm_serve.tuning.floor import BF16

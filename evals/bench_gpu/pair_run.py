@@ -12,7 +12,7 @@ from evals.bench_gpu.machine import describe
 from evals.bench_gpu.pair_floor import PAIR_SHAPES
 from evals.bench_gpu.pair_records import PairRun
 from evals.bench_gpu.records import Failure
-from rocm_serve.executor.loading import dialect_of
+from rocm_serve.executor.device import dialect_of
 from rocm_serve.ops.fp8 import FP8_DTYPES
 from rocm_serve.tuning.floor import Ceilings
 from rocm_serve.tuning.timing import measured_ceilings

@@ -23,7 +23,7 @@ from rocm_serve.config.graphs import prompt_sizes
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor import loading
 from rocm_serve.executor.launched import Launched
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.executor.worker import main
 from rocm_serve.messages import Plan

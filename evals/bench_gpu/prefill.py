@@ -11,7 +11,7 @@ from evals.bench_gpu import measuring, op_level, prefill_level, stage, step_leve
 from evals.bench_gpu.measuring import Measuring, compile_points, tokens_that_fit
 from evals.bench_gpu.prefill_records import PrefillRecord
 from rocm_serve.errors import UserError
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.ops.bind import binding_lines
 from rocm_serve.tuning import floor, floor_prefill

@@ -13,7 +13,7 @@ import torch
 from rocm_serve.config.graphs import prompt_sizes
 from rocm_serve.executor import memory
 from rocm_serve.executor.graphs import DeviceGraphs
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.layers.moe import SparseMoe

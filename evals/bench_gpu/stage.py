@@ -13,8 +13,9 @@ from rocm_serve.config.resolve import resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
 from rocm_serve.executor import memory
 from rocm_serve.executor.binding import op_facts
+from rocm_serve.executor.device import MODEL_DTYPES, dialect_of
 from rocm_serve.executor.experts import build_exchanges
-from rocm_serve.executor.loading import MODEL_DTYPES, LoadedStage, dialect_of
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, stage_params
 from rocm_serve.models.registry import build_model
 from rocm_serve.ops.bind import BoundOps, bind_ops

@@ -22,7 +22,7 @@ import torch
 from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.graphs import DeviceGraphs
 from rocm_serve.executor.launched import Launched
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.layers.moe import SparseMoe
 from rocm_serve.messages import NewRequest, Plan, StepResult, Work

@@ -16,7 +16,7 @@ from rocm_serve.checkpoint.reader import read_config
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.experts import StageExperts
 from rocm_serve.executor.inputs import RequestTable
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.memory import padded, row_multiple
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.executor.sampler import Sampler

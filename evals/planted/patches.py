@@ -21,7 +21,7 @@ import rocm_serve.ops.bind as bind
 import rocm_serve.ops.moe_experts.reference as moe_reference
 import rocm_serve.parallel.exchange.local as local_exchange
 import rocm_serve.parallel.exchange.torch_a2a as torch_exchange
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.layers.attention import GatedAttention
 from rocm_serve.layers.gated_delta_net import Conv1d, GatedRMSNorm
 from rocm_serve.layers.mlp import GatedMLP

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import rocm_serve.executor.taps as taps
 from evals.planted.faults import FAULTS, Fault
 from rocm_serve.config.schema import Resolved
-from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.loaded_stage import LoadedStage
+from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.worker import main
 from rocm_serve.parallel.board import Board
 from rocm_serve.parallel.comm import Comm

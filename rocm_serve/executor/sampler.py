@@ -14,94 +14,24 @@ overflow at tiny temperatures), and noise belongs to the id, not to its place. S
   log-probs                       maximum, sum of exponentials, own logit, the shard's best ids
 All ranks then compute on the same gathered bytes and come to the same tokens.
 
-Letters: R rows, V ids of this shard, K best ids, S shards, W candidates of a row, H hidden size, F fields of a packet.
+Letters: R rows, V ids of this shard, K best ids, S shards, W candidates of a row, F fields of a packet.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional
 
+from rocm_serve.executor.sample_rows import SampledToken, SampleRow, SamplingFailed, TokenCounts, keys_of
 from rocm_serve.executor.upload import Array, Upload
+from rocm_serve.executor.vocab_shard import VocabShard
 from rocm_serve.ops.contract import OpFunction
-from rocm_serve.ops.rows import ROW_MULTIPLE, pad_rows
+from rocm_serve.ops.rows import ROW_MULTIPLE
 from rocm_serve.ops.sampling import reference, rng
 from rocm_serve.parallel.comm import Comm
-from rocm_serve.types import SamplingParams, TokenLogprob
-
-NARROW_LIMIT = 1024  # up to this top_k, the shards exchange candidates instead of rows
-SLICE_ROWS = 256  # rows of lm_head output held at once when a prompt is scored
-
-
-class SamplingFailed(RuntimeError):
-    """The logits allow no token. The message names the rows; nothing was sampled for any row of the call."""
-
-
-class TokenCounts:
-    """How often each id occurred in one request: built when first asked, then advanced by the new tokens only."""
-
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self._prompt_ids = prompt_ids
-        self._prompt: frozenset[int] | None = None
-        self._output: Counter[int] = Counter()
-        self._num_counted = 0
-
-    def output(self, output_ids: Sequence[int]) -> Counter[int]:
-        """Count the generated tokens; `output_ids` only ever grows at its end."""
-        assert len(output_ids) >= self._num_counted, "the output of a request got shorter"
-        self._output.update(output_ids[self._num_counted :])
-        self._num_counted = len(output_ids)
-        return self._output
-
-    def prompt(self) -> frozenset[int]:
-        if self._prompt is None:
-            self._prompt = frozenset(self._prompt_ids)
-        return self._prompt
-
-
-@dataclass(slots=True)
-class SampleRow:
-    """One row of logits and the request it belongs to.
-
-    `position` is the index of the new token in its sequence, the prompt counted; `num_generated` says how many tokens
-    this request generated before it; both may be advanced by the owner. `prompt_ids` and `output_ids` are read by
-    penalties only. `counts` may be kept by the caller, one object per request, so that penalties cost what the new
-    tokens cost. What follows from `params` is found once: `filtered` (top_k, top_p, min_p), `narrow` (of those, by
-    candidates), `edited` (bias, masks, penalties), `plain` (none of these, and no log-probs), `stream` (of its random
-    numbers; 0 where nothing is drawn).
-    """
-
-    params: SamplingParams
-    position: int
-    num_generated: int
-    prompt_ids: Sequence[int] = ()
-    output_ids: Sequence[int] = ()
-    counts: TokenCounts | None = None
-    filtered: bool = field(init=False)
-    narrow: bool = field(init=False)
-    edited: bool = field(init=False)
-    plain: bool = field(init=False)
-    stream: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        p = self.params
-        self.filtered = not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
-        self.narrow = self.filtered and 0 < p.top_k <= NARROW_LIMIT
-        penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
-        self.edited = bool(p.logit_bias) or p.min_tokens > 0 or penalties
-        self.plain = not self.edited and not self.filtered and p.logprobs is None
-        self.stream = 0 if p.greedy else rng.choice_stream(p.seed, p.choice)
-
-
-class SampledToken(NamedTuple):
-    token: int
-    logprob: TokenLogprob | None = None
 
 
 @dataclass(slots=True)
@@ -113,12 +43,10 @@ class _Pass:
     wide: list[torch.Tensor] = field(default_factory=list)
 
 
-class Sampler:
-    """Sample and score on one vocabulary shard of `comm.size` equal ones.
+class Sampler(VocabShard):
+    """A vocabulary shard that also samples; ids from `vocab_used` on are never sampled.
 
-    `vocab_start` and `vocab_local` place this shard among the rows of lm_head; ids from `vocab_used` on are padding
-    that no tokenizer knows: normalised over, never sampled, never an alternative. `draw_token` and `log_sum_exp` are
-    the ops of those names. `upload`: shared with the owner, else one of its own.
+    `draw_token` is the op of that name. `upload`: shared with the owner, else one of its own.
     """
 
     def __init__(
@@ -133,15 +61,15 @@ class Sampler:
         log_sum_exp: OpFunction = reference.log_sum_exp,
         upload: Upload | None = None,
     ) -> None:
-        assert vocab_start == comm.rank * vocab_local, "vocabulary shards are equal and in rank order"
-        assert 0 < vocab_used <= vocab_local * comm.size
-        self._comm = comm
-        self._start = vocab_start
-        self._width = vocab_local
-        self._used = min(max(vocab_used - vocab_start, 0), vocab_local)
-        self._device = torch.device(device)
+        super().__init__(
+            comm,
+            vocab_start=vocab_start,
+            vocab_local=vocab_local,
+            vocab_used=vocab_used,
+            device=device,
+            log_sum_exp=log_sum_exp,
+        )
         self._draw_token = draw_token
-        self._log_sum_exp = log_sum_exp
         self._upload = upload or Upload(self._device)
 
     def draw(self, logits_RV: torch.Tensor, keys_R: torch.Tensor, temperature_R: torch.Tensor) -> torch.Tensor:
@@ -192,30 +120,6 @@ class Sampler:
         tokens = self.tokens_of(self.draw_rows(logits_RV, rows), [row.position for row in rows])
         return self._with_logprobs(logits_RV[: len(rows)], rows, tokens)
 
-    def prompt_logprobs(
-        self,
-        logits_of: Callable[[torch.Tensor], torch.Tensor],
-        hidden_RH: torch.Tensor,
-        targets: Sequence[int],
-        ks: Sequence[int],
-    ) -> list[TokenLogprob]:
-        """Score `targets[i]` under the logits of hidden row i, with `ks[i]` alternatives; rows of any requests mixed.
-
-        At most SLICE_ROWS x vocab_local logits exist at a time. `logits_of` is called with a multiple of ROW_MULTIPLE
-        rows and returns this rank's shard in float32; every rank calls with the same targets.
-        Errors: SamplingFailed when a logit is NaN or infinite.
-        """
-        scored: list[TokenLogprob] = []
-        for start in range(0, len(targets), SLICE_ROWS):
-            part = slice(start, min(start + SLICE_ROWS, len(targets)))
-            logits_RV = self._rows_in_blocks(logits_of(pad_rows(hidden_RH[part])))
-            scored += self._score(logits_RV, targets[part], ks[part], first_row=start)
-        return scored
-
-    def _rows_in_blocks(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        assert logits_RV.dtype == torch.float32 and logits_RV.shape[-1] == self._width, "float32 logits of this shard"
-        return pad_rows(logits_RV)
-
     def _shard_pass(self, raw_RV: torch.Tensor, rows: Sequence[SampleRow], width: int, found: _Pass) -> None:
         """Take one block through everything that this shard can do alone."""
         x_RV = raw_RV
@@ -245,7 +149,7 @@ class Sampler:
         temperatures = [0.0 if row.filtered else row.params.temperature for row in rows]
         if not any(temperatures):
             return self._drawn(x_RV, None, None)
-        return self._drawn(x_RV, *self._upload(_keys(rows), np.array(temperatures, dtype=np.float32)))
+        return self._drawn(x_RV, *self._upload(keys_of(rows), np.array(temperatures, dtype=np.float32)))
 
     def _drawn(
         self, x_RV: torch.Tensor, keys_R: torch.Tensor | None, temperature_R: torch.Tensor | None
@@ -288,12 +192,6 @@ class Sampler:
             frequency=p.frequency_penalty,
         )
 
-    def _owns(self, token: int) -> bool:
-        return self._start <= token < self._start + self._used
-
-    def _local(self, ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._device) - self._start
-
     def _index(self, rows: Sequence[int]) -> torch.Tensor:
         (rows_R,) = self._upload(np.array(rows, dtype=np.int64))
         return rows_R
@@ -326,7 +224,7 @@ class Sampler:
             np.array([row.params.top_k for row in chosen], dtype=np.int64),
             np.array([row.params.top_p for row in chosen], dtype=np.float64),
             np.array([row.params.min_p for row in chosen], dtype=np.float64),
-            _keys(chosen),
+            keys_of(chosen),
             np.array(indices, dtype=np.int64),
         )
         kept_R = reference.kept_prefix(values_RW, temperature_R, top_k_R, top_p_R, min_p_R)
@@ -351,58 +249,6 @@ class Sampler:
         scored = self._score(self._rows_in_blocks(picked_RV), [tokens[i] for i in wanted], list(wanted.values()))
         logprobs = dict(zip(wanted, scored, strict=True))
         return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(tokens)]
-
-    def _score(
-        self, raw_RV: torch.Tensor, targets: Sequence[int], ks: Sequence[int], first_row: int = 0
-    ) -> list[TokenLogprob]:
-        """Return log-probs of `targets` and of each row's best ids; raw_RV is padded to whole blocks."""
-        k = max(ks)
-        target_R1 = functional.pad(self._local(targets), (0, raw_RV.shape[0] - len(targets))).unsqueeze(-1)
-        packets = [
-            self._score_packet(raw_RV[start : start + ROW_MULTIPLE], target_R1[start : start + ROW_MULTIPLE], k)
-            for start in range(0, raw_RV.shape[0], ROW_MULTIPLE)
-        ]
-        packet_SRF = self._comm.all_gather(torch.cat(packets))
-        finite_R = packet_SRF[..., 0].amin(0)[: len(targets)] > 0
-        if not bool(finite_R.all()):
-            bad = [first_row + i for i, fine in enumerate(finite_R.tolist()) if not fine]
-            raise SamplingFailed(f"logits of scored rows {bad} are not finite (NaN or infinity)")
-        lse_R = reference.combine_log_sum_exp(packet_SRF[..., 1], packet_SRF[..., 2])
-        own = (packet_SRF[..., 3].amax(0) - lse_R).tolist()
-        values_RK, ids_RK = reference.top_of_all(packet_SRF[..., 4 : 4 + k], packet_SRF[..., 4 + k :].long(), k)
-        best = (values_RK - lse_R.unsqueeze(-1)).tolist()
-        ids = ids_RK.tolist()
-        scored = []
-        for i, (target, k_of_row) in enumerate(zip(targets, ks, strict=True)):
-            count = min(k_of_row, sum(token >= 0 for token in ids[i]))
-            scored.append(TokenLogprob(target, own[i], tuple(ids[i][:count]), tuple(best[i][:count])))
-        return scored
-
-    def _score_packet(self, raw_RV: torch.Tensor, target_R1: torch.Tensor, k: int) -> torch.Tensor:
-        """Say of one block, in float64: finite?, maximum, sum, own logit, k best values, their ids.
-
-        What this shard has not got is -inf, as an id -1.
-        """
-        max_R, sum_R = self._log_sum_exp(raw_RV)
-        own_R1 = raw_RV.gather(-1, target_R1.clamp(0, self._width - 1))
-        own_R1 = own_R1.masked_fill((target_R1 < 0) | (target_R1 >= self._width), reference.NOTHING)
-        values_RK, ids_RK = reference.top_of_shard(raw_RV[:, : self._used], k)
-        missing = (0, k - values_RK.shape[-1])
-        parts = (
-            reference.finite_rows(raw_RV).unsqueeze(-1),
-            max_R.unsqueeze(-1),
-            sum_R.unsqueeze(-1),
-            own_R1,
-            functional.pad(values_RK, missing, value=reference.NOTHING),
-            functional.pad(ids_RK + self._start, missing, value=-1),
-        )
-        return torch.cat([part.double() for part in parts], -1)
-
-
-def _keys(rows: Sequence[SampleRow]) -> Array:
-    """Return the keys of the rows' random numbers, int64; those of rows that draw nothing mean nothing."""
-    streams = np.array([row.stream for row in rows], dtype=np.uint64)
-    return rng.row_keys(streams, np.array([row.position for row in rows], dtype=np.uint64))
 
 
 def _refuse(positions: Sequence[int], finite_R: Array, score_R: Array) -> None:

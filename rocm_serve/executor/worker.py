@@ -25,7 +25,8 @@ from rocm_serve.executor.expert_counts import ExpertCounter, counter_of
 from rocm_serve.executor.heartbeat import Heartbeat, Phase, heartbeat_file
 from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.link import WorkerLink, channels
-from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.loaded_stage import LoadedStage
+from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.runner import StageRunner, phase_of, start_up_plans, watch_layers
 from rocm_serve.lifeline import die_with_parent, show_stacks_on_signal
 from rocm_serve.messages import (

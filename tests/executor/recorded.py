@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import torch
 
 from rocm_serve.executor.decode import DecodeSteps, Left
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.messages import Plan
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from rocm_serve.executor.draft_steps import DraftSteps
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.types import SamplingParams

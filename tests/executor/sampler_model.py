@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rocm_serve.executor.sampler import SampledToken, Sampler, SampleRow
+from rocm_serve.executor.sample_rows import SampledToken, SampleRow
+from rocm_serve.executor.sampler import Sampler
 from rocm_serve.ops.sampling.cases import CASES
 from rocm_serve.parallel.comm import Comm, SoloComm, run_ranks
 from rocm_serve.types import SamplingParams

@@ -11,7 +11,8 @@ import torch
 from rocm_serve.config.graphs import batch_sizes
 from rocm_serve.errors import UserError
 from rocm_serve.executor.decode import DecodeSteps
-from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.loaded_stage import LoadedStage
+from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.runner import StageRunner, warm_up_plans
 from rocm_serve.messages import NewRequest, Plan, StepResult, Work
 from rocm_serve.parallel.comm import SoloComm

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rocm_serve.executor import loading
+from rocm_serve.executor import loaded_stage, loading
 from rocm_serve.executor.local import LocalExecutor
 from rocm_serve.ops.fp8 import FNUZ
 from rocm_serve.parallel.comm import SoloComm
@@ -26,19 +26,24 @@ def answers(path: Path, activation: str) -> dict[str, Answer]:
         return running.generate(REQUESTS)
 
 
+def speak_fnuz(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (loading, loaded_stage):
+        monkeypatch.setattr(module, "dialect_of", lambda device: "fnuz")
+
+
 @pytest.mark.parametrize("activation", ["bf16", "fp8_1x128"])
 def test_both_dialects_answer_with_the_same_bits(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, activation: str
 ) -> None:
     expected = answers(checkpoints["text-fp8"], activation)
-    monkeypatch.setattr(loading, "dialect_of", lambda device: "fnuz")
+    speak_fnuz(monkeypatch)
     assert answers(checkpoints["text-fp8"], activation) == expected
 
 
 def test_weights_and_pages_are_in_the_dialect_of_the_device(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loading, "dialect_of", lambda device: "fnuz")
+    speak_fnuz(monkeypatch)
     with caplog.at_level("INFO"):
         stage = loading.load_stage_model(
             resolved(model=str(checkpoints["text-fp8"]), kv_cache_dtype="fp8_e4m3"),

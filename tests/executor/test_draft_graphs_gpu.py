@@ -14,7 +14,8 @@ import torch
 from msgspec.structs import replace as changed
 
 from rocm_serve.config.schema import DeviceName
-from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.loaded_stage import LoadedStage
+from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.local import LocalExecutor
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.messages import Plan, StepResult

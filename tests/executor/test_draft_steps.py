@@ -16,9 +16,10 @@ from rocm_serve.errors import UserError
 from rocm_serve.executor import memory
 from rocm_serve.executor.draft_inputs import Fields, blank
 from rocm_serve.executor.draft_steps import accepted_by
-from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.loaded_stage import LoadedStage
+from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.runner import StageRunner
-from rocm_serve.executor.sampler import SamplingFailed
+from rocm_serve.executor.sample_rows import SamplingFailed
 from rocm_serve.messages import NewRequest, Plan, StepResult, Work
 from rocm_serve.models.qwen3_5.backbone import DRAFT_CACHE_KEY
 from rocm_serve.parallel.comm import SoloComm

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from rocm_serve.config.schema import DeviceName
-from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.loaded_stage import LoadedStage
+from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.local import LocalExecutor
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.executor.upload import Upload

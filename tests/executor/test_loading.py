@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rocm_serve.executor import memory
-from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.loaded_stage import LoadedStage
+from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
 from tests.executor.wishes import resolved

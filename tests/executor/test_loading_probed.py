@@ -11,7 +11,8 @@ import torch
 
 from rocm_serve.errors import UserError
 from rocm_serve.executor import loading, probe_node
-from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.loaded_stage import LoadedStage
+from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.ops.contract import layout_tag
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh

@@ -10,7 +10,8 @@ import torch
 
 from rocm_serve.errors import UserError
 from rocm_serve.executor.api import ExecutorFailed
-from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.loaded_stage import LoadedStage
+from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.local import LocalExecutor
 from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences

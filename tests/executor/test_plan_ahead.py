@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rocm_serve.config.schema import Resolved
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.local import LocalExecutor
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.types import FinishReason, SamplingParams

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rocm_serve.executor.runner import prompts_of_every_size, warm_up_plans
-from rocm_serve.executor.taps import Taps, load_tapped_stage
+from rocm_serve.executor.tap_recorder import Taps
+from rocm_serve.executor.taps import load_tapped_stage
 from rocm_serve.messages import StepResult
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh

@@ -16,7 +16,7 @@ from evals.bench_gpu.__main__ import main
 from evals.bench_gpu.op_level import op_points
 from evals.bench_gpu.plot import lines_of, svg
 from evals.bench_gpu.records import Run, StepRecord, kernel_lines, table
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.ops.fp8 import FN, FNUZ, dequantise
 from rocm_serve.tuning import cases
 from rocm_serve.tuning.floor import Ceilings

@@ -19,7 +19,7 @@ from evals.bench_gpu.prefill_level import Prefilling, busy_in
 from evals.bench_gpu.prefill_records import PrefillRecord, prefill_kernel_lines, prefill_markdown
 from evals.bench_gpu.records import Run
 from rocm_serve.executor import memory
-from rocm_serve.executor.loading import LoadedStage
+from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.messages import Plan, StepResult
 from rocm_serve.tuning.floor_prefill import Mixed
 
