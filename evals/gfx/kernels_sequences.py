@@ -7,6 +7,7 @@ compiled only. Widths stay multiples of 16, as every model's are: others cost th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,9 +62,16 @@ def _qkv(g: torch.Generator, arch: Arch, *, fp8: bool = True, **sizes: int) -> A
 
 
 def _conv(
-    g: torch.Generator, arch: Arch, *, rows: tuple[int, ...], channels: int, commits: tuple[int, ...] | None = None
+    g: torch.Generator,
+    arch: Arch,
+    *,
+    rows: tuple[int, ...],
+    channels: int,
+    commits: tuple[int, ...] | None = None,
+    shared: bool = False,
 ) -> Arguments:
     sequences, _ = sequences_of(g, rows, (0,) * len(rows), first_row=1)
+    sequences = replace(sequences, shared=shared)
     if commits is not None:
         sequences = committing(sequences, commits)
     total = sequences.row_starts[-1] + 2
@@ -88,9 +96,16 @@ def _step(g: torch.Generator, arch: Arch, **sizes: int | tuple[int, ...]) -> Arg
 
 
 def _attend(
-    g: torch.Generator, arch: Arch, *, rows_in: torch.dtype = _BF16, fp8: bool = False, **sizes: object
+    g: torch.Generator,
+    arch: Arch,
+    *,
+    rows_in: torch.dtype = _BF16,
+    fp8: bool = False,
+    shared: bool = False,
+    **sizes: object,
 ) -> Arguments:
-    return attention_case(g, rows_in, stored=fp8_dtype(arch) if fp8 else None, **sizes)  # type: ignore[arg-type]
+    made = attention_case(g, rows_in, stored=fp8_dtype(arch) if fp8 else None, **sizes)  # type: ignore[arg-type]
+    return made | {"sequences": replace(made["sequences"], shared=shared)}  # type: ignore[type-var]
 
 
 def _untouched(
@@ -199,6 +214,7 @@ TRIALS: tuple[Trial, ...] = (
     ),
     _trial("causal_conv", "rows 2, 1, 18", partial(_conv, rows=(2, 1, 18), channels=48), _CONV),
     _trial("causal_conv", "drafts on a copy", partial(_conv, rows=(2, 4), channels=144, commits=(1, 3)), _CONV),
+    _trial("causal_conv", "shared rows", partial(_conv, rows=(2, 0, 37), channels=48, shared=True), _CONV),
     _trial(
         "causal_conv",
         "2560 channels",
@@ -284,6 +300,24 @@ TRIALS: tuple[Trial, ...] = (
         partial(_attend, rows=(20,), contexts=(11,), heads=4, kv_heads=2, d=64, k_scale=0.5, v_scale=3.0, fp8=True),
         _COPY,
         _PREFILL,
+        exceptions=_ONCE,
+    ),
+    _trial(
+        "attention_prefill",
+        "shared rows",
+        partial(_attend, rows=(9, 0, 5), contexts=(0, 0, 130), heads=4, kv_heads=2, d=64, first_row=3, shared=True),
+        _COPY,
+        _PREFILL,
+        exceptions=_ONCE,
+    ),
+    _trial(
+        "attention_prefill",
+        "shared rows in splits",
+        partial(_attend, rows=(2, 1), contexts=(1030, 3), heads=8, kv_heads=1, d=256, shared=True),
+        _COPY,
+        _PREFILL,
+        _ADD,
+        compile_only=True,
         exceptions=_ONCE,
     ),
     _trial(

@@ -1,11 +1,15 @@
-"""Steps with rows of one prompt, alone or beside requests that decode: a few sizes, captured where that is possible.
+"""Steps with prompt rows, alone or beside requests that decode: a few sizes, captured where that is possible.
 
-Rows of the prompt are padded to the next size, decoding requests to the next number of them, by rows and sequences that
-leave no trace: on the dummy slot, their keys not written. Experts do not see those of the prompt; those of decoding
+Rows of prompts are padded to the next size, decoding requests to the next number of them, by rows and sequences that
+leave no trace: on the dummy slot, their keys not written. Experts do not see those of prompts; those of decoding
 requests go through them for nothing. Inputs lie in memory that never moves; captured or not, the same code runs on the
 same shapes. What a step draws is drawn from its rows outside.
 
-Letters: D decoding sequences of a size, R rows of its prompt, T = D + R rows, B = D + 1 sequences, H width.
+A step with one prompt has sizes of its own: the host knows where the prompt begins and ends, and kernels have a grid
+for it. Several share the rows of a size as the device knows it, up to a number of prompts; those too many have no row.
+They have room for the most decoding requests, always: half as many graphs.
+
+Letters: D decoding sequences of a size, P its prompts, R their rows, T = D + R rows, B = D + P sequences, H width.
 """
 
 from __future__ import annotations
@@ -23,13 +27,15 @@ from rocm_serve.executor.decode import DecodedModel
 from rocm_serve.executor.graphs import Recorder
 from rocm_serve.executor.memory import padded
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
+from rocm_serve.ops.tiles_prefill import KEY_UNIT, copied_keys
 
 
 @dataclass(slots=True)
 class _Size:
-    """Decoding sequences and prompt rows of a size, and its captured step once there is one."""
+    """Decoding sequences, prompts and their rows of a size, and its captured step once there is one."""
 
     decodes: int
+    prompts: int
     rows: int
     replay: Callable[[], torch.Tensor] | None = None
 
@@ -37,8 +43,9 @@ class _Size:
 class PromptSteps:
     """Runs such steps of one stage, up to the rows that it leaves.
 
-    `decodes` and `rows`: sizes, ascending; `captured`: whether `capture` records them. `replays`: turn it off, and
-    steps run without their graphs.
+    `decodes` and `rows`: sizes, ascending; `prompts`: the most in a step, which take `keys` keys at most where they are
+    several, in whole units of attention's copies. `captured`: whether `capture` records all sizes. `replays`: turn it
+    off, and steps run without their graphs.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class PromptSteps:
         *,
         decodes: Sequence[int],
         rows: Sequence[int],
+        prompts: int = 1,
         captured: bool,
         recorder: Recorder,
         max_model_len: int,
@@ -62,10 +70,14 @@ class PromptSteps:
         self._model, self._cache, self._recorder = model, cache, recorder
         self._decodes, self._rows, self._captured = tuple(decodes), tuple(rows), captured
         self._longest, self._multiple = max_model_len, row_multiple
-        self._at = {(d, r): _Size(d, r) for d, r in product(decodes, rows)}
-        many, sequences = padded(decodes[-1] + rows[-1], row_multiple), decodes[-1] + 1
+        self._prompts, self._keys = prompts, copied_keys(max_model_len, prompts)
+        kinds = [(d, 1) for d in decodes] + [(decodes[-1], prompts)] * (prompts > 1)
+        self._at = {(*kind, r): _Size(*kind, r) for kind, r in product(kinds, rows)}
+        many, sequences = padded(decodes[-1] + rows[-1], row_multiple), decodes[-1] + prompts
         self._tokens_T, self._positions_T, self._kv_index_T = torch.zeros((3, many), dtype=torch.int64, device=device)
-        self._starts = {d: torch.arange(d + 2, dtype=torch.int32, device=device) for d in decodes}  # by size, [B + 1]
+        self._starts = {
+            kind: torch.arange(sum(kind) + 1, dtype=torch.int32, device=device) for kind in kinds
+        }  # [B + 1]
         self._contexts_B, self._slots_B = torch.zeros((2, sequences), dtype=torch.int32, device=device)
         pages = -(-max_model_len // cache.page_size)
         self._pages_BP = torch.zeros((sequences, pages), dtype=torch.int32, device=device)
@@ -78,17 +90,27 @@ class PromptSteps:
         sequences = batch.sequences
         decodes = sequences.num_recurrent
         return (
-            sequences.num_sequences == decodes + 1
+            1 <= sequences.num_sequences - decodes <= self._prompts
             and decodes == sequences.num_recurrent_rows <= self._decodes[-1]
             and batch.num_rows - decodes <= self._rows[-1]
             and batch.replay is None
+            and (sequences.num_sequences == decodes + 1 or self._keys_of(sequences) <= self._keys)
         )
+
+    @staticmethod
+    def _keys_of(sequences: Sequences) -> int:
+        """Return how many keys attention copies for the prompts."""
+        starts, first = sequences.row_starts, sequences.num_recurrent
+        ends = zip(sequences.contexts[first:], starts[first:], starts[first + 1 :], strict=False)
+        return sum(padded(context + b - a, KEY_UNIT) for context, a, b in ends)
 
     def forward(self, batch: ForwardBatch, hidden_TH: torch.Tensor | None) -> torch.Tensor:
         """Return the residual stream as the model's `forward` does: the same rows. Waits for nothing."""
         decodes = batch.sequences.num_recurrent
         rows = batch.num_rows - decodes
-        at = self._at[self._size(self._decodes, decodes), self._size(self._rows, rows)]
+        several = batch.sequences.num_sequences > decodes + 1
+        kind = (self._decodes[-1], self._prompts) if several else (self._size(self._decodes, decodes), 1)
+        at = self._at[*kind, self._size(self._rows, rows)]
         self._fill(at, batch, hidden_TH)
         left_TH = self._forward(at) if at.replay is None or not self.replays else at.replay()
         out_TH = left_TH.new_empty(len(batch.token_ids_T), left_TH.shape[1])
@@ -124,17 +146,20 @@ class PromptSteps:
         return sizes[bisect_left(sizes, count)]
 
     def _blank(self, at: _Size) -> None:
-        """Make all of a step padding: its prompt is one row of the dummy slot, whose key is not written."""
+        """Make all of a step padding: its first prompt is one row of the dummy slot, whose key is not written."""
         self._kv_index_T.fill_(-1)
         for zeros in (self._tokens_T, self._positions_T, self._contexts_B, self._slots_B, self._pages_BP):
             zeros.zero_()
-        self._starts[at.decodes][-1:].fill_(at.decodes + 1)
+        self._starts_of(at)[at.decodes + 1 :].fill_(at.decodes + 1)
+
+    def _starts_of(self, at: _Size) -> torch.Tensor:
+        return self._starts[at.decodes, at.prompts]
 
     def _fill(self, at: _Size, batch: ForwardBatch, hidden_TH: torch.Tensor | None) -> None:
         """Bring a step's inputs to their places, all on the device; what is beyond its requests is padding."""
         sequences = batch.sequences
-        d, n = sequences.num_recurrent, batch.num_rows
-        ends = at.decodes + n - d
+        d, n, b = sequences.num_recurrent, batch.num_rows, sequences.num_sequences
+        ends, prompts_end = at.decodes + n - d, at.decodes + b - d
         pairs = [
             (self._tokens_T, batch.token_ids_T),
             (self._positions_T, batch.positions_T),
@@ -151,23 +176,29 @@ class PromptSteps:
         width = sequences.page_table_BP.shape[1]
         pairs = [(self._contexts_B, sequences.contexts_B), (self._slots_B, sequences.slots_B)]
         for into, out_of in [*pairs, (self._pages_BP[:, :width], sequences.page_table_BP)]:
-            into[at.decodes].copy_(out_of[d])
+            into[at.decodes : prompts_end].copy_(out_of[d:b])
             if d:
                 into[:d].copy_(out_of[:d])
             if d < at.decodes:
                 into[d : at.decodes].zero_()
+            if prompts_end < at.decodes + at.prompts:
+                into[prompts_end : at.decodes + at.prompts].zero_()
         if d < at.decodes:
             self._kv_index_T[d : at.decodes].fill_(-1)
-        torch.add(sequences.row_starts_B1[-1:], at.decodes - d, out=self._starts[at.decodes][-1:])
+        starts_B1 = self._starts_of(at)
+        torch.add(sequences.row_starts_B1[d + 1 :], at.decodes - d, out=starts_B1[at.decodes + 1 : prompts_end + 1])
+        if prompts_end < at.decodes + at.prompts:
+            starts_B1[prompts_end + 1 :].copy_(starts_B1[prompts_end].expand(at.prompts - (b - d)))
 
     def _forward(self, at: _Size) -> torch.Tensor:
         """Compute a step from the static inputs alone. This is what is captured."""
-        d, many, rows = at.decodes, at.decodes + 1, padded(at.decodes + at.rows, self._multiple)
-        starts_B1, contexts_B, slots_B = self._starts[d], self._contexts_B[:many], self._slots_B[:many]
-        longest = (self._longest - 1,) * d + (max(0, self._longest - at.rows),)
+        d, many, rows = at.decodes, at.decodes + at.prompts, padded(at.decodes + at.rows, self._multiple)
+        starts_B1, contexts_B, slots_B = self._starts_of(at), self._contexts_B[:many], self._slots_B[:many]
+        keys = self._longest if at.prompts == 1 else self._keys
+        longest = (self._longest - 1,) * d + (max(0, keys - at.rows),) + (0,) * (at.prompts - 1)
         copy = self._recorder.host_copy
         sequences = Sequences(
-            row_starts=copy(starts_B1, (*range(many), d + at.rows)),
+            row_starts=copy(starts_B1, (*range(d + 1), *(d + at.rows,) * at.prompts)),
             contexts=copy(contexts_B, longest),
             slots=copy(slots_B, (0,) * many),
             num_recurrent=d,
@@ -175,6 +206,7 @@ class PromptSteps:
             contexts_B=contexts_B,
             slots_B=slots_B,
             page_table_BP=self._pages_BP[:many],
+            shared=at.prompts > 1,
         )
         given = self._tokens_T[:rows], self._positions_T[:rows], self._kv_index_T[: sequences.num_rows]
         batch = ForwardBatch(*given, sequences, self._cache, live_rows=starts_B1[-1:])

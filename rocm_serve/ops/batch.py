@@ -28,6 +28,9 @@ class Sequences:
     # on a copy. None: all rows. Ops without recurrent states read neither.
     commits: tuple[int, ...] | None = None
     commits_B: torch.Tensor | None = None  # int32
+    # A step of fixed size with several prompts: how they share its rows and keys only the device knows. On the host the
+    # first prompt has as many of both as all may have together, the others have none.
+    shared: bool = False
 
     @property
     def num_sequences(self) -> int:
@@ -49,6 +52,8 @@ class Sequences:
     def run(self, start: int, stop: int) -> Sequences:
         """Return sequences [start, stop); rows keep their numbers in the batch."""
         assert 0 <= start <= stop <= self.num_sequences
+        shared = self.shared and stop > self.num_recurrent
+        assert not shared or (start <= self.num_recurrent and stop == self.num_sequences), "what is shared is not cut"
         return Sequences(
             row_starts=self.row_starts[start : stop + 1],
             contexts=self.contexts[start:stop],
@@ -60,6 +65,7 @@ class Sequences:
             page_table_BP=self.page_table_BP[start:stop],
             commits=None if self.commits is None else self.commits[start:stop],
             commits_B=None if self.commits_B is None else self.commits_B[start:stop],
+            shared=shared,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Steps with one prompt's rows at fixed sizes, recorded and replayed by a stand-in: bits of plain steps, no traces."""
+"""Steps with prompt rows at fixed sizes, recorded and replayed by a stand-in: bits of plain steps, no traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rocm_serve.errors import UserError
-from rocm_serve.executor.loading import LoadedStage, load_stage_model
+from rocm_serve.executor.loaded_stage import LoadedStage
+from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.messages import NewRequest, Plan, Work
@@ -25,13 +26,18 @@ from tests.executor.wishes import resolved
 
 T = TypeVar("T")
 ROWS, DECODES = (32, 64), (0, 3)
+PROMPTS = 3
 
 
 class Again:
-    """A recorder without a GPU: a replay runs the recorded step once more. `steps`: how many were replayed."""
+    """A recorder without a GPU: a replay runs the recorded step once more.
+
+    `sequences`: of each step that was replayed, how many it has room for.
+    """
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.sequences: list[int] = []
+        self._ran = 0
 
     def host_copies(self, contexts_B: torch.Tensor, slots_B: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         raise AssertionError("that is for decode steps")
@@ -39,6 +45,7 @@ class Again:
     def host_copy(self, values: torch.Tensor, bound: tuple[int, ...]) -> tuple[int, ...]:
         found = tuple(values.tolist())
         assert len(found) == len(bound) and all(a <= b for a, b in zip(found, bound, strict=True) if b), (found, bound)
+        self._ran = len(found)
         return found
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
@@ -50,20 +57,27 @@ class Again:
             assert isinstance(out, torch.Tensor)
             left.fill_(float("nan"))
             left[: len(out)] = out
-            self.steps += 1
+            self.sequences.append(self._ran)
             return left
 
         return replay  # type: ignore[return-value]
 
 
 def with_prompt_steps(
-    stage: LoadedStage, own: StageRunner, recorder: Again, *, captured: bool = True, poisoned: bool = True
+    stage: LoadedStage,
+    own: StageRunner,
+    recorder: Again,
+    *,
+    prompts: int = PROMPTS,
+    captured: bool = True,
+    poisoned: bool = True,
 ) -> StageRunner:
     steps = PromptSteps(
         stage.model,
         own.cache,
         decodes=DECODES,
         rows=ROWS,
+        prompts=prompts,
         captured=captured,
         recorder=recorder,
         max_model_len=stage.resolved.max_model_len,
@@ -89,7 +103,7 @@ def poison(steps: PromptSteps) -> None:
         for garbage in (steps._contexts_B, steps._slots_B, steps._pages_BP):
             garbage.fill_(1 << 30)
         for starts in steps._starts.values():
-            starts[-1:].fill_(1 << 30)
+            starts[DECODES[-1] + 1 :].fill_(1 << 30)
         if steps._hidden_TH is not None:
             steps._hidden_TH.fill_(float("nan"))
         return plain(batch)
@@ -125,22 +139,24 @@ def plainly(checkpoint: Path) -> dict[str, Answer]:
         return plain.generate(requests())
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("tp", "pp", "prompts"), [(1, 1, PROMPTS), (1, 2, 1), (2, 1, PROMPTS)])
 def test_tokens_and_log_probs_are_those_of_plain_steps(
-    checkpoint: Path, plainly: dict[str, Answer], tp: int, pp: int
+    checkpoint: Path, plainly: dict[str, Answer], tp: int, pp: int, prompts: int
 ) -> None:
     """Two shards of the vocabulary draw the same here too: no two best logits of these requests are close."""
     recorders = [Again() for _ in range(tp * pp)]
 
     def changed(stage: LoadedStage, own: StageRunner) -> StageRunner:
-        return with_prompt_steps(stage, own, recorders[stage.coord.rank])
+        return with_prompt_steps(stage, own, recorders[stage.coord.rank], prompts=prompts)
 
     with session(SimulatedExecutor(wish(checkpoint, tp, pp), changed)) as fixed:
         found = fixed.generate(requests())
     if tp == 1:
         assert found == plainly
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in plainly.items()}
-    assert recorders[0].steps >= 5 and len({one.steps for one in recorders}) == 1, "every rank replays the same steps"
+    steps = recorders[0].sequences
+    assert {1 + DECODES[-1], prompts + DECODES[-1]} <= set(steps) and len(steps) >= 5
+    assert all(one.sequences == steps for one in recorders), "every rank replays the same steps"
 
 
 def test_bits_are_the_same_with_graphs_and_without(checkpoint: Path, plainly: dict[str, Answer]) -> None:
@@ -149,17 +165,19 @@ def test_bits_are_the_same_with_graphs_and_without(checkpoint: Path, plainly: di
         SimulatedExecutor(wish(checkpoint), lambda s, own: with_prompt_steps(s, own, recorder, captured=False))
     ) as fixed:
         assert fixed.generate(requests()) == plainly
-    assert recorder.steps == 0
+    assert not recorder.sequences
 
 
 def test_padding_leaves_no_trace_in_pages_and_states(checkpoint: Path) -> None:
     """One request decodes beside ten rows of a prompt, then beside its next 40: two rows and three sequences too many.
 
-    The rows that poisoned padding points to are those of the first prompt.
+    Two prompts then share a step, where there is room for three. The rows that poisoned padding points to are those of
+    the first prompt.
     """
     stage = load_stage_model(wish(checkpoint), Mesh(1, 1).coord(0), SoloComm())
     plain = stage.runner(num_pages=32, num_slots=4)
-    fixed = with_prompt_steps(stage, stage.runner(num_pages=32, num_slots=4), Again())
+    recorder = Again()
+    fixed = with_prompt_steps(stage, stage.runner(num_pages=32, num_slots=4), recorder)
     params = SamplingParams(max_tokens=9, temperature=0.0)
     first = NewRequest(1, tuple(range(5, 12)), params)
     second = NewRequest(2, tuple(range(40, 100)), params)
@@ -170,6 +188,16 @@ def test_padding_leaves_no_trace_in_pages_and_states(checkpoint: Path) -> None:
         ),
         Plan(2, (Work(1, 8, 1, True, True, 1, tokens=(11,)), Work(2, 10, 40, False, False, 2))),
         Plan(3, (Work(2, 50, 10, False, True, 2),)),
+        Plan(
+            4,
+            (
+                Work(1, 9, 1, True, True, 1, tokens=(12,)),
+                Work(3, 0, 9, False, True, 3, (9,)),
+                Work(4, 0, 21, False, False, 4, (11, 8)),
+            ),
+            (NewRequest(3, tuple(range(9)), params), NewRequest(4, tuple(range(50, 80)), params)),
+        ),
+        Plan(5, (Work(3, 9, 1, True, True, 3, tokens=(5,)), Work(4, 21, 9, False, True, 4))),
     )
     for runner in (plain, fixed):
         for kept in kept_by(runner):
@@ -177,6 +205,7 @@ def test_padding_leaves_no_trace_in_pages_and_states(checkpoint: Path) -> None:
     for plan in plans:
         assert fixed.step(plan, None) == plain.step(plan, None)
         assert all(torch.equal(a, b) for a, b in zip(kept_by(fixed), kept_by(plain), strict=True)), f"step {plan.seq}"
+    assert recorder.sequences == [1, 4, 4, 1, DECODES[-1] + PROMPTS, 4]
 
 
 def kept_by(runner: StageRunner) -> list[torch.Tensor]:

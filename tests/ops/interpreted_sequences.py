@@ -15,10 +15,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 
 from rocm_serve.ops import tiles
 from rocm_serve.ops.attention_cases import attention_case
+from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import OPS, bind_ops
+from rocm_serve.ops.causal_conv.cases import conv_case
 from rocm_serve.ops.gdn_cases import committing, gdn_case
 from rocm_serve.ops.gdn_step.cases import step_case
 from rocm_serve.ops.inputs import normal
@@ -229,6 +232,53 @@ def attention_decode_in_a_graph(g: G) -> list[float]:
     return [error(out[:3], OPS["attention_decode"].reference(**made)[:3].double())]
 
 
+def shared_rows(g: G) -> list[float]:
+    """Steps of fixed size with several prompts: bits of the same sequences where the host knows how long they are.
+
+    What is behind their rows, and the dummy slot that sequences of padding stand on, stays as it was. 66 sequences are
+    more than are looked at together.
+    """
+    attention: dict[str, Any] = {"heads": 3, "kv_heads": 1, "d": 16, "page_size": 5, "v_scale": 1.5}
+    made = attention_case(g, F32, rows=(3, 0, 1, 7), contexts=(0, 0, 131, 9), first_row=4, **attention)
+    rule: dict[str, Any] = {"heads": 1, "key_heads": 1, "key": 16, "value": 16, "first_row": 3}
+    chunk = importlib.import_module("rocm_serve.ops.gdn_chunk.triton")
+    prefill = importlib.import_module("rocm_serve.ops.attention_prefill.triton")
+    found = _shared("causal_conv", conv_case(g, F32, rows=(5, *(0,) * 64, 35), channels=5, first_row=3))
+    with mock.patch.object(chunk, "gdn_chunk", chunk.chunked):
+        found += _shared("gdn_chunk", gdn_case(g, F32, rows=(5, 0, 66), **rule))
+    for splits in (1, 2):
+        with mock.patch.object(prefill, "prefill_splits", lambda *shape, splits=splits: splits):
+            found += _shared("attention_prefill", made)
+    return found
+
+
+def _shared(op: str, made: dict[str, Any]) -> list[float]:
+    """Return for each result 0 where its bits are those of the same call without shared rows."""
+    provider = getattr(importlib.import_module(f"rocm_serve.ops.{op}.triton"), op)
+    plain: Sequences = made["sequences"]
+    first, last, more, keys = plain.row_starts[0], plain.row_starts[-1], 2, 128 * 5
+    bound, many = last - first + 3, plain.num_sequences + more
+    shared = replace(
+        plain,
+        row_starts=(first, *(first + bound,) * many),
+        contexts=(keys - bound, *(0,) * (many - 1)),
+        slots=(0,) * many,
+        row_starts_B1=F.pad(plain.row_starts_B1, (0, more), value=last),
+        contexts_B=F.pad(plain.contexts_B, (0, more)),
+        slots_B=F.pad(plain.slots_B, (0, more)),
+        page_table_BP=F.pad(plain.page_table_BP, (0, 0, 0, more)),
+        shared=True,
+    )
+    found = []
+    for sequences in (plain, shared):
+        own = as_in_the_layer(op, copied(made | {"sequences": sequences}))
+        result = provider(**own)
+        own["state"] = own.get("state", result)
+        behind = () if op == "causal_conv" else (result[last:],)  # its result is new memory
+        found.append((result[:last], own["state"], *behind))
+    return [float(not torch.equal(a, b)) for a, b in zip(*found, strict=True)]
+
+
 def softplus(g: G) -> list[float]:
     """Gates far from zero: exp(x) lost beside 1, and past the border above which softplus is x itself."""
     made = gdn_case(g, F32, rows=(6,), heads=2, key_heads=1, key=8, value=8)
@@ -303,6 +353,7 @@ CHECKS: Mapping[str, Callable[[G], list[float]]] = {
         attention_decode_in_splits,
         attention_decode,
         attention_decode_in_a_graph,
+        shared_rows,
         softplus,
         drafts,
         drafts_in_one_op,

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.tiles import tile
 from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME, prefill_splits
-from rocm_serve.ops.triton_common.triton import arch, blocks
+from rocm_serve.ops.triton_common.triton import arch, blocks, places, tile_of
 
 _LOG2_E = 1.4426950408889634
 
@@ -45,15 +45,43 @@ def _first_key(row_starts, contexts, b):
     return first
 
 
+@triton.jit
+def _sequence_at(row_starts, contexts, key, SEQUENCES: tl.constexpr):
+    """Return the sequence that a copied key belongs to, and how many keys of others are before its own.
+
+    SEQUENCES itself, where the key lies behind all of them.
+    """
+    b = 0
+    first = 0
+    seen = 0
+    for some in range(0, SEQUENCES, 64):
+        i = some + tl.arange(0, 64)
+        real = i < SEQUENCES
+        n = tl.load(row_starts + i + 1, mask=real, other=0) - tl.load(row_starts + i, mask=real, other=0)
+        keys = _padded(tl.load(contexts + i, mask=real, other=0) + n)
+        before = real & (seen + tl.cumsum(keys, 0) <= key)
+        b += tl.sum(before.to(tl.int32), 0)
+        first += tl.sum(tl.where(before, keys, 0), 0)
+        seen += tl.sum(keys, 0)
+    return b, first
+
+
 @triton.jit(do_not_specialize=["row_starts", "contexts", "table", "table_row", "page_size"])
 def copy_keys_kernel(
     k_pages, v_pages, k_LW, v_LW, row_starts, contexts, table, table_row, page_size,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """KEYS keys and values of one sequence, all heads: WIDTH numbers each. Behind its last one there are zeros."""
-    b = tl.program_id(1)
+    """KEYS keys and values of one sequence, all heads: WIDTH numbers each. Behind its last one there are zeros.
+
+    SEQUENCES: how many share the programs of the grid, which find theirs; 0: the grid has a dimension for them.
+    """
+    b, start = tl.program_id(1), tl.program_id(0) * KEYS
+    if SEQUENCES:
+        b, before = _sequence_at(row_starts, contexts, start, SEQUENCES)
+        start -= before
+        if b >= SEQUENCES:
+            return
     length = tl.load(contexts + b) + tl.load(row_starts + b + 1) - tl.load(row_starts + b)
-    start = tl.program_id(0) * KEYS
     if start >= _padded(length):
         return
     key = start + tl.arange(0, KEYS)
@@ -107,20 +135,20 @@ def _span(length, splits, BLOCK_N: tl.constexpr):
 def prefill_attention_kernel(
     q, k_LW, v_LW, out, peaks, totals, row_starts, contexts, before, splits, scale, v_scale, SPLIT: tl.constexpr,
     SHARED: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, DOT: tl.constexpr, DESCRIBED: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, DOT: tl.constexpr, DESCRIBED: tl.constexpr, STAGES: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one sequence with the r query heads of one key/value head, over all keys or one split of them.
 
     Element m of a tile is its row m // r and head m % r. Blocks that all rows see come first, without a mask. Scores
     count in powers of two. The last rows of a sequence, which have most to do, begin first. With SPLIT `out` is fp32
     [rows, s, H, D], not yet divided by the sums of probabilities; these go to `totals`, the largest scores to `peaks`,
-    both [rows, s, H]; what rows find that see no key of a split is not read.
+    both [rows, s, H]; what rows find that see no key of a split is not read. SEQUENCES: as copy_keys_kernel has it.
     """
     ROWS: tl.constexpr = BLOCK_M // SHARED
     WIDTH: tl.constexpr = GROUPS * D
-    group, b = tl.program_id(0), tl.program_id(2)
-    split = tl.program_id(1) % splits
-    start = (tl.num_programs(1) // splits - 1 - tl.program_id(1) // splits) * ROWS
+    group, split = tl.program_id(0), tl.program_id(1) % splits
+    tile = tl.num_programs(1) // splits - 1 - tl.program_id(1) // splits
+    b, start = tile_of(row_starts, tl.program_id(2), tile, SEQUENCES, ROWS)
     first = tl.load(row_starts + b)
     n = tl.load(row_starts + b + 1) - first
     if start >= n:
@@ -170,9 +198,10 @@ def prefill_attention_kernel(
 def add_splits_kernel(
     parts, peaks, totals, out, row_starts, contexts, before, splits, v_scale,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """All heads of one row: its splits, weighted by their sums of probabilities, added in order."""
-    row, b = tl.program_id(0), tl.program_id(1)
+    b, row = tile_of(row_starts, tl.program_id(1), tl.program_id(0), SEQUENCES, 1)
     first = tl.load(row_starts + b)
     n = tl.load(row_starts + b + 1) - first
     if row >= n:
@@ -239,6 +268,24 @@ def _runs(sequences: Sequences) -> Iterator[Sequences]:
     yield sequences.run(start, sequences.num_sequences) if start else sequences
 
 
+def _copy_keys(
+    k_pages_PSGD: torch.Tensor,
+    v_pages_PSGD: torch.Tensor,
+    k_LW: torch.Tensor,
+    v_LW: torch.Tensor,
+    run: Sequences,
+    longest: int,
+) -> None:
+    many, table, (_, width) = run.num_sequences, run.page_table_BP, k_LW.shape
+    grid = (blocks(len(k_LW), _COPIED), 1) if run.shared else (blocks(longest, _COPIED), many)
+    copy_keys_kernel[grid](
+        *(k_pages_PSGD, v_pages_PSGD, k_LW, v_LW, run.row_starts_B1, run.contexts_B),
+        *(table, table.stride(0), k_pages_PSGD.shape[1]),
+        **{"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "KEYS": _COPIED, "num_warps": 4},
+        SEQUENCES=many if run.shared else 0,
+    )
+
+
 def _attend(
     q_THD: torch.Tensor,
     k_pages_PSGD: torch.Tensor,
@@ -250,7 +297,7 @@ def _attend(
     v_scale: float,
 ) -> None:
     heads, d = q_THD.shape[1:]
-    page_size, groups = k_pages_PSGD.shape[1:3]
+    groups = k_pages_PSGD.shape[2]
     width, shared, many, longest = groups * d, heads // groups, run.num_sequences, max(counts)
     wide = torch.float32 in (q_THD.dtype, k_pages_PSGD.dtype)
     dtype = torch.float32 if wide else torch.bfloat16  # bf16 holds every value of FP8 pages
@@ -259,19 +306,17 @@ def _attend(
     card = arch()
     chosen = tile("attention_prefill", shape, card)
     padded = [blocks(context + n, KEY_UNIT) * KEY_UNIT for context, n in zip(run.contexts, counts, strict=True)]
-    where = (run.row_starts_B1, run.contexts_B)
+    where, finding = (run.row_starts_B1, run.contexts_B), {"SEQUENCES": many if run.shared else 0}
     k_LW, v_LW = q_THD.new_empty(2, sum(padded), width, dtype=dtype)
-    table = run.page_table_BP
-    copy_keys_kernel[(blocks(max(padded), _COPIED), many)](
-        *(k_pages_PSGD, v_pages_PSGD, k_LW, v_LW, *where, table, table.stride(0), page_size),
-        **{"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "KEYS": _COPIED, "num_warps": 4},
-    )
+    _copy_keys(k_pages_PSGD, v_pages_PSGD, k_LW, v_LW, run, max(padded))
     block_m, block_n, described = chosen["BLOCK_M"], chosen["BLOCK_N"], chosen["DESCRIBED"] and d == block_d
     assert KEY_UNIT % block_n == 0 and block_m >= shared
     keys, values = k_LW, v_LW
     if described:
         keys, values = (TensorDescriptor.from_tensor(x, [block_n, d]) for x in (k_LW, v_LW))
     tiles, before = blocks(longest, block_m // shared), run.row_starts[0]
+    if run.shared:
+        tiles = places(sum(counts), many, block_m // shared)
     programs = groups * sum(blocks(n, block_m // shared) for n in counts)
     splits = prefill_splits(programs, max(padded), card)
     target, peaks, totals = out_THD, None, None
@@ -280,7 +325,7 @@ def _attend(
         target = torch.empty((*sizes, d), dtype=torch.float32, device=q_THD.device)
         # Each on its own: the second half of one tensor would be aligned or not, which a kernel is compiled for.
         peaks, totals = (torch.empty(sizes, dtype=torch.float32, device=q_THD.device) for _ in range(2))
-    prefill_attention_kernel[(groups, tiles * splits, many)](
+    prefill_attention_kernel[(groups, tiles * splits, 1 if run.shared else many)](
         *(q_THD, keys, values, target, peaks, totals, *where, before, splits, float(scale * _LOG2_E), float(v_scale)),
         **{
             "SPLIT": splits > 1,
@@ -290,12 +335,14 @@ def _attend(
             "BLOCK_D": block_d,
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
+            **finding,
         },
         **{"DOT": tl.float32 if wide else tl.bfloat16, "DESCRIBED": bool(described), "STAGES": chosen["num_stages"]},
         **{name: chosen[name] for name in ("num_warps", "num_stages")},
     )
     if splits > 1:
-        add_splits_kernel[(longest, many)](
+        add_splits_kernel[(places(sum(counts), many, 1), 1) if run.shared else (longest, many)](
             *(target, peaks, totals, out_THD, *where, before, splits, float(v_scale)),
             **{"H": heads, "D": d, "BLOCK_H": triton.next_power_of_2(heads), "BLOCK_D": block_d, "BLOCK_N": block_n},
+            **finding,
         )

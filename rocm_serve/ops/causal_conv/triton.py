@@ -8,6 +8,7 @@ import triton.language as tl
 
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.rows import zero_outside
+from rocm_serve.ops.triton_common.triton import places, tile_of
 
 _ROWS = 32
 _COLUMNS = 128
@@ -41,15 +42,16 @@ def causal_conv_kernel(
     COMMIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
     """Some rows of one sequence and some channels. The first tile of a sequence also writes its new state.
 
     `window` [B, K - 1, C] is a copy of the states before this step: programs read it while the state is rewritten.
+    SEQUENCES: how many share the programs of the grid, which find theirs; 0: the grid has a dimension for them.
     """
-    b = tl.program_id(2)
+    b, start = tile_of(row_starts, tl.program_id(2), tl.program_id(0), SEQUENCES, ROWS)
     first = tl.load(row_starts + b)
     n = tl.load(row_starts + b + 1) - first
-    start = tl.program_id(0) * ROWS
     if start >= n:
         return
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -97,7 +99,10 @@ def causal_conv(
         y_TC = zero_outside(torch.empty((rows, channels), dtype=u_TC.dtype, device=u_TC.device), sequences.rows)
     longest = max((b - a for a, b in zip(sequences.row_starts, sequences.row_starts[1:], strict=False)), default=0)
     if longest:
-        grid = (triton.cdiv(longest, _ROWS), triton.cdiv(channels, _COLUMNS), sequences.num_sequences)
+        many, columns = sequences.num_sequences, triton.cdiv(channels, _COLUMNS)
+        grid = (triton.cdiv(longest, _ROWS), columns, many)
+        if sequences.shared:
+            grid = (places(sequences.row_starts[-1] - sequences.row_starts[0], many, _ROWS), columns, 1)
         causal_conv_kernel[grid](
             u_TC,
             weight_CK,
@@ -114,6 +119,7 @@ def causal_conv(
             COMMIT=sequences.commits_B is not None,
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
+            SEQUENCES=many if sequences.shared else 0,
             num_warps=4,
         )
     return y_TC

@@ -57,6 +57,31 @@ def blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
+@triton.jit
+def tile_of(row_starts, b, tile, SEQUENCES: tl.constexpr, UNIT: tl.constexpr):
+    """Return the sequence that a tile of UNIT rows belongs to, and its first row there.
+
+    SEQUENCES = 0: the grid knows, `tile` is one of sequence b. Else `tile` is a place: tile c of sequence b has the
+    place (row_starts[b] - row_starts[0]) // UNIT + b + c. No two share one, and nobody has to count them; what a place
+    returns that no tile has is behind the rows of a sequence.
+    """
+    if SEQUENCES:
+        first_row = tl.load(row_starts)
+        begun = 0
+        for some in range(0, SEQUENCES, 64):
+            i = some + tl.arange(0, 64)
+            at = (tl.load(row_starts + i, mask=i < SEQUENCES, other=0) - first_row) // UNIT + i
+            begun += tl.sum(((i < SEQUENCES) & (at <= tile)).to(tl.int32), 0)
+        b = begun - 1
+        tile -= (tl.load(row_starts + b) - first_row) // UNIT + b
+    return b, tile * UNIT
+
+
+def places(rows: int, sequences: int, unit: int) -> int:
+    """Return how many places `tile_of` knows at most, of so many sequences that have so many rows together."""
+    return rows // unit + sequences
+
+
 class Counters:
     """Zeros on each device in which the programs of a kernel count one another; a kernel leaves zeros behind.
 
