@@ -9,7 +9,7 @@ import msgspec
 
 from rocm_serve.types import FinishReason, SamplingParams, TokenLogprob
 
-WIRE_VERSION = 9  # raised with every change of a struct below; both ends compare it before anything else
+WIRE_VERSION = 10  # raised with every change of a struct below; both ends compare it before anything else
 
 
 # --- server -> core -------------------------------------------------------------------------------------------------
@@ -191,12 +191,16 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One step of every stage. `seq` counts from 0 without a gap; a gap is fatal."""
+    """One step of every stage. `seq` counts from 0 without a gap; a gap is fatal.
+
+    `reads`: the newest plan that draws a token for one of the pending works; -1: none is pending.
+    """
 
     seq: int
     work: tuple[Work, ...]  # recurrent rows first
     new: tuple[NewRequest, ...] = ()
     released: tuple[int, ...] = ()  # ended or aborted: forget them before this step
+    reads: int = -1
 
 
 class AllocateCache(msgspec.Struct, frozen=True, array_like=True, tag=True):

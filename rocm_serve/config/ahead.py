@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rocm_serve.config.schema import DeviceName, PlanAheadName, ServeConfig
 
+_DRAFTS = "which drafts are right must be known before the next step is planned"
+
 
 def decide(
     config: ServeConfig,
@@ -16,7 +18,7 @@ def decide(
     wish = config.plan_ahead
     if wish == "off":
         return {"plan_ahead": "off"}
-    why = _refusal(config, chosen)
+    why = _DRAFTS if chosen["draft_tokens"] else None
     if why is not None and wish == "on":
         notes.append(f"--plan-ahead on has no effect: {why}")
     if device == "cpu" and wish == "auto":
@@ -24,6 +26,8 @@ def decide(
         return {"plan_ahead": "off"}
     if why is None and wish == "auto" and not chosen["graph_max_batch"]:
         why = "no device graphs"
+    if why is None and wish == "auto" and config.pp > 1:
+        why = "not measured with stages yet; --plan-ahead on"
     if why is not None:
         reasons["plan_ahead"] = why if wish == "on" else f"auto: {why}"
         return {"plan_ahead": "off"}
@@ -36,11 +40,3 @@ def decide(
 def in_effect(plan_ahead: PlanAheadName, graph_max_batch: int) -> bool:
     """Say what it comes to when it is known which decode batches have been captured."""
     return plan_ahead == "on" or (plan_ahead == "graphs" and graph_max_batch > 0)
-
-
-def _refusal(config: ServeConfig, chosen: dict[str, object]) -> str | None:
-    if config.pp > 1:
-        return "stages have steps of several groups of requests in flight instead"
-    if chosen["draft_tokens"]:
-        return "which drafts are right must be known before the next step is planned"
-    return None

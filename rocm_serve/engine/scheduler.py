@@ -76,6 +76,7 @@ class _Sketch:
     new: list[NewRequest]
     drafting: bool
     preempted: bool = False
+    reads: int = -1
 
 
 class Scheduler:
@@ -173,7 +174,7 @@ class Scheduler:
         work = (*sketch.recurrent, *sketch.prompts)
         if not work:
             return None
-        record.plan = Plan(seq=self._next_seq, work=work, new=tuple(sketch.new), released=tuple(self._released))
+        record.plan = Plan(self._next_seq, work, tuple(sketch.new), tuple(self._released), sketch.reads)
         self._next_seq += 1
         self._released.clear()
         self.in_flight.append(record)
@@ -220,8 +221,8 @@ class Scheduler:
         """Return the plans whose tokens come out of the last stage before the first one begins the next plan."""
         if not self.limits.plan_ahead:
             return []
-        last = self._next_seq - self.stages
-        return [record for record in self.in_flight if record.plan.seq <= last and not record.hosted]
+        last = self._next_seq - self.stages  # none of them has a part of the host: fewer would be in flight
+        return [record for record in self.in_flight if record.plan.seq <= last]
 
     def _oldest_group(self) -> list[InFlight]:
         first = next((record for record in self.in_flight if record.members), None)
@@ -286,6 +287,8 @@ class Scheduler:
         end = start + rows
         recurrent = start >= request.prompt_len
         pending = end > request.known
+        if pending and request.awaits is not None:
+            sketch.reads = max(sketch.reads, request.awaits.plan.seq)
         samples = end >= request.known and request.params.max_tokens > 0
         if not request.mentioned:
             request.mentioned = True

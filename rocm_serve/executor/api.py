@@ -16,7 +16,7 @@ class ExecutorFailed(RuntimeError):
 class Executor(Protocol):
     """Runs plans in order and hands results back in the same order."""
 
-    depth: int  # plans that may be in flight: the number of stages, or 2 where steps are planned ahead; `start` tells
+    depth: int  # plans that may be in flight: as many as stages, one more where steps are planned ahead; `start` tells
 
     def start(self) -> EffectiveLimits:
         """Load, allocate, warm up; block until plans may come. Raises ExecutorFailed."""

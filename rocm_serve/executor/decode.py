@@ -4,8 +4,9 @@ A batch is padded to the next size by sequences on the dummy slot. Its inputs li
 there in one transfer; captured or not, the same code runs on the same shapes, so tokens are the same either way.
 
 Where steps are planned ahead of their tokens, the device remembers the newest token of each slot: a step takes its
-tokens from there or from among its inputs, row by row, and puts what it draws there. So the next step can be launched
-before the host has seen a token of this one.
+tokens from there or from among its inputs, row by row, and puts what it draws there, if it draws: to the first of
+several stages they come from the last (executor/newest.py). So the next step can be launched before the host has seen
+a token of this one.
 
 Letters: B sequences of a size, T rows (B padded to the row multiple), P pages of the longest request, H width,
 V ids of this rank.
@@ -27,7 +28,8 @@ from rocm_serve.executor.graphs import Recorder
 from rocm_serve.executor.inputs import Request, RequestTable
 from rocm_serve.executor.launched import Fetch, Launched
 from rocm_serve.executor.memory import padded
-from rocm_serve.executor.sampler import Sampler, SampleRow
+from rocm_serve.executor.sample_rows import SampleRow
+from rocm_serve.executor.sampler import Sampler
 from rocm_serve.executor.upload import Array, Upload, offsets
 from rocm_serve.messages import Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
@@ -120,7 +122,7 @@ class DecodeSteps:
         self._first_newest = newest // 8
         self.newest_S: torch.Tensor | None = None  # by slot
         if slots_ahead:
-            assert sampler is not None and hidden_size is None, "one stage draws tokens and embeds them"
+            assert hidden_size is None, "the first stage embeds tokens"
             self.newest_S = self._words[newest // 8 : newest // 8 + slots_ahead + 1]
         self._hidden_TH = None
         if hidden_size is not None:
@@ -171,7 +173,7 @@ class DecodeSteps:
             drawn = self._sampler.tokens_of(fetched.wait(), [work.start + 1 for work in works])
             return [Sampled(work.rid, (token,)) for work, token in zip(works, drawn, strict=True)]
 
-        return Launched(plan.seq, tokens, fetched)
+        return Launched(plan.seq, tokens, fetched, drawn_N3)
 
     @torch.inference_mode()
     def capture(self, moved: Callable[[int], None]) -> int:

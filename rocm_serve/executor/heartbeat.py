@@ -30,6 +30,7 @@ class Phase(IntEnum):
     MIXED = 9
     WAITING_FOR_ROWS = 10
     REPORTING = 11
+    WAITING_FOR_TOKENS = 12
 
     @property
     def words(self) -> str:
@@ -38,7 +39,7 @@ class Phase(IntEnum):
     @property
     def waits_for_others(self) -> bool:
         """Making no progress here is another rank's fault."""
-        return self in (Phase.LOADED, Phase.WAITING_FOR_ROWS)
+        return self in (Phase.LOADED, Phase.WAITING_FOR_ROWS, Phase.WAITING_FOR_TOKENS)
 
 
 _WORDS: Final = {
@@ -54,10 +55,14 @@ _WORDS: Final = {
     Phase.MIXED: "prefill and decode",
     Phase.WAITING_FOR_ROWS: "waiting for the previous stage's rows",
     Phase.REPORTING: "sampling and reporting",
+    Phase.WAITING_FOR_TOKENS: "waiting for the last stage's tokens",
 }
 
 
-_OF_STEPS: Final = (Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.WAITING_FOR_ROWS, Phase.REPORTING)
+_OF_STEPS: Final = (
+    *(Phase.PREFILL, Phase.DECODE, Phase.MIXED, Phase.REPORTING),
+    *(Phase.WAITING_FOR_ROWS, Phase.WAITING_FOR_TOKENS),
+)
 
 
 class Progress(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rocm_serve.executor.memory import padded
-from rocm_serve.executor.sampler import SampleRow, TokenCounts
+from rocm_serve.executor.sample_rows import SampleRow, TokenCounts
 from rocm_serve.executor.upload import Array, Upload
 from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
@@ -206,7 +206,8 @@ def build_inputs(
     """Lay the rows of `plan` one after the other and pad them to a multiple of `multiple`.
 
     Call it once per plan, after `table.apply(plan)`: prompt rows are marked as scored. `upload`: the caller's own.
-    `newest_S`: int64 on the device, the token drawn last in each slot; pending works read it there.
+    `newest_S`: int64 on the device, the token drawn last in each slot; pending works read it there, on a stage that
+    embeds tokens.
     """
     upload = upload or Upload(device)
     works = plan.work
@@ -260,8 +261,7 @@ def _take_newest(
 ) -> None:
     """Write the tokens of pending works to their rows."""
     pending = [(start, work.slot) for work, start in zip(works, starts, strict=False) if work.pending]
-    if pending:
-        assert newest_S is not None
+    if pending and newest_S is not None:
         rows_P, slots_P = upload(*np.array(pending, dtype=np.int64).T.copy())
         tokens_T.index_copy_(0, rows_P, newest_S.index_select(0, slots_P))
 

@@ -5,6 +5,7 @@ Steps run in order on one stream, and so do the copies of what they leave. `Laun
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -41,6 +42,18 @@ class Fetch:
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(_BUFFERS)]
         self._events: list[torch.cuda.Event | None] = [None] * _BUFFERS
         self._next = 0
+        self._marks: deque[torch.cuda.Event] = deque(maxlen=2)
+
+    def mark(self, behind: int) -> Fetched | None:
+        """Return nothing, which is there when all that was launched before a mark has run; None: it is.
+
+        `behind` 0: before this mark; 1: before the one before it.
+        """
+        if not self._pinned:
+            return None
+        self._marks.append(event := torch.cuda.Event())
+        event.record()
+        return Fetched(torch.empty(0), self._marks[-1 - behind]) if len(self._marks) > behind else None
 
     def __call__(self, x: torch.Tensor) -> Fetched:
         """Begin to copy `x`, as it is when all that was launched before has run. The host does not wait."""
@@ -60,11 +73,19 @@ class Fetch:
 class Launched:
     """A step of the last stage. `finish` says what came of its works: called once, after every step before it.
 
-    `fetched`: what `finish` reads first; None where it computes on the device itself, and waits.
+    `fetched`: what is waited for first; None where `finish` computes on the device itself, and waits. `drawn_R3`: what
+    the sampler says of the rows that draw, until the next step is launched; None where the host has a part in that.
     """
 
-    def __init__(self, seq: int, finish: Callable[[], Sequence[Sampled]], fetched: Fetched | None = None) -> None:
+    def __init__(
+        self,
+        seq: int,
+        finish: Callable[[], Sequence[Sampled]],
+        fetched: Fetched | None = None,
+        drawn_R3: torch.Tensor | None = None,
+    ) -> None:
         self.seq = seq
+        self.drawn_R3 = drawn_R3
         self._finish = finish
         self._fetched = fetched
 
@@ -76,4 +97,6 @@ class Launched:
     @torch.inference_mode()
     def result(self) -> StepResult:
         """Wait for the step. Errors: those of sampling."""
+        if self._fetched is not None:
+            self._fetched.wait()
         return StepResult(self.seq, tuple(self._finish()))

@@ -97,11 +97,13 @@ class LoadedStage:
         if sampler is not None and self.model.mtp is not None:
             drafter = DraftHead(self.model.mtp, sampler, table, cache, self.device, multiple)
         parts = (self.model, self.coord, cache, table, sampler, self.device, multiple)
-        newest_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device) if self.plans_ahead else None
+        newest_S = None
+        if self.plans_ahead and self.coord.first_stage:
+            newest_S = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)
         prompts = None
         if self.graph_refusal is None:
             prompts = self.prompt_steps(cache, num_slots, recorder)
-        return StageRunner(*parts, drafter, decode, upload, newest_S, Fetch(self.device), prompts)
+        return StageRunner(*parts, drafter, decode, upload, newest_S, Fetch(self.device), prompts, self.plans_ahead)
 
     def prompt_steps(self, cache: StageCache, num_slots: int, recorder: graphs.Recorder) -> PromptSteps | None:
         """Make the steps with rows of one prompt, None where there are none. Sizes are the same without graphs."""
@@ -142,7 +144,7 @@ class LoadedStage:
             dtype=self.dtype,
             device=self.device,
             row_multiple=memory.row_multiple(resolved),
-            slots_ahead=num_slots if self.plans_ahead else 0,
+            slots_ahead=num_slots if self.plans_ahead and self.coord.first_stage else 0,
         )
 
     def draft_steps(

@@ -59,7 +59,7 @@ class LocalExecutor:
             self._heartbeat.enter(Phase.WARMING_UP)
             self._run(plan, "warming up")
         limits = with_graphs(limits, [stage.capture(self._runner, self._heartbeat.tick)], resolved.plan_ahead)
-        self.depth = 2 if limits.plan_ahead else 1
+        self.depth = 1 + limits.plan_ahead
         if self._counter is not None:
             self._counter.reset()
         self._heartbeat.enter(Phase.IDLE)

@@ -162,10 +162,15 @@ def check_preparation(rank: int, allowed: int, weights: int, preparing: int) -> 
 
 
 def communicator_bytes(coord: Coord, resolved: Resolved) -> int:
-    """Estimate what RCCL or NCCL holds on this rank: its stage's all-reduce, and one communicator for each edge."""
+    """Estimate what RCCL or NCCL holds on this rank: its stage's all-reduce, and one communicator for each edge.
+
+    Where steps are planned ahead of their tokens, one edge goes from the last of several stages to the first.
+    """
     if resolved.device == "cpu":
         return 0
     communicators = (coord.mesh.tp > 1) + (not coord.first_stage) + (not coord.last_stage)
+    if resolved.plan_ahead != "off":
+        communicators += coord.first_stage != coord.last_stage
     return communicators * CHANNELS * CONNECTIONS * CONNECTION_BYTES
 
 

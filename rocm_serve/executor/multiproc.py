@@ -69,7 +69,7 @@ class MultiprocExecutor:
         ready = self._from_all(WorkerReady)
         self._phase = "serving"
         limits = with_graphs(limits, ready, self._resolved.plan_ahead)
-        self.depth = 2 if limits.plan_ahead else self.depth
+        self.depth = self._resolved.pp + limits.plan_ahead
         return limits
 
     def submit(self, plan: Plan) -> None:

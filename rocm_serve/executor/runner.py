@@ -18,10 +18,11 @@ from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.inputs import RequestTable, SampledRows, StepInputs, build_inputs
-from rocm_serve.executor.launched import Fetch, Launched
+from rocm_serve.executor.launched import Fetch, Fetched, Launched
 from rocm_serve.executor.memory import padded
 from rocm_serve.executor.prompt_steps import PromptSteps
-from rocm_serve.executor.sampler import SampledToken, Sampler, SampleRow
+from rocm_serve.executor.sample_rows import SampledToken, SampleRow
+from rocm_serve.executor.sampler import Sampler
 from rocm_serve.executor.speculative import DraftHead, DraftModel, accepted_of
 from rocm_serve.executor.upload import Upload
 from rocm_serve.messages import NewRequest, Plan, Sampled, StepResult, Work
@@ -66,9 +67,11 @@ class StageRunner:
     # takes the steps that nothing but decode, at batch sizes of its own
     decode: DecodeSteps | DraftSteps | None = None
     upload: Upload | None = None  # None: one for each use
-    own_newest_S: torch.Tensor | None = None  # int64: token drawn last in each slot; None: no step is planned ahead
+    # int64: token drawn last in each slot; None: no step is planned ahead, or another stage embeds tokens
+    own_newest_S: torch.Tensor | None = None
     fetch: Fetch | None = None
     prompts: PromptSteps | None = None  # takes the steps with rows of one prompt, at sizes of its own
+    ahead: bool = False  # steps may be planned before the host knows the tokens of those before
 
     @property
     def newest_S(self) -> torch.Tensor | None:
@@ -92,6 +95,7 @@ class StageRunner:
         that names a hosted request none is launched before that has its result.
         """
         slots = self.table.apply(plan)
+        assert self.newest_S is not None or not self.coord.first_stage or not any(work.pending for work in plan.work)
         if slots:
             clear_slots(self.cache, *self._uploaded(slots))
         if not plan.work:
@@ -108,27 +112,49 @@ class StageRunner:
         out_TH = prompts.forward(inputs.batch, hidden_TH)
         if not self.coord.last_stage:
             return out_TH
-        if newest_S is not None and not any(request.params.hosted for request in self.table.of(plan.work)):
-            return self._drawn_ahead(plan, inputs, out_TH, newest_S)
+        if self.draws_ahead(plan):
+            return self._drawn_ahead(plan, inputs, out_TH)
+        if not inputs.sampled and not inputs.scored and self.drafter is None:
+            return Launched(plan.seq, tuple, self._passed())
         return Launched(plan.seq, partial(self._outcomes, plan, inputs, out_TH))
 
-    def _drawn_ahead(self, plan: Plan, inputs: StepInputs, hidden_TH: torch.Tensor, newest_S: torch.Tensor) -> Launched:
+    def draws_ahead(self, plan: Plan) -> bool:
+        """Whether the newest plan draws tokens that later steps may read on the device: the same on every rank."""
+        return (
+            self.ahead
+            and any(work.samples for work in plan.work)
+            and not any(request.params.hosted for request in self.table.of(plan.work))
+        )
+
+    def keep_newest(self, slots: Sequence[int], tokens_N: torch.Tensor) -> None:
+        """Have steps that are launched from now on read these tokens, int64, as the newest of their slots."""
+        assert self.newest_S is not None
+        (slots_N,) = self._uploaded(slots)
+        self.newest_S.index_copy_(0, slots_N, tokens_N)
+
+    def _passed(self) -> Fetched | None:
+        """Return what is there when no more steps that draw nothing are under way than there should be.
+
+        Without it they would be reported, and the next ones sent, before any of them has run. One after the other
+        it is the step before this one, so that the next one comes while this one runs.
+        """
+        return None if self.fetch is None else self.fetch.mark(behind=0 if self.ahead else 1)
+
+    def _drawn_ahead(self, plan: Plan, inputs: StepInputs, hidden_TH: torch.Tensor) -> Launched:
         """Draw without a word to the host, and keep the tokens where the next step reads them."""
         assert self.sampler is not None and self.fetch is not None
         sampler, works = self.sampler, [work for work in plan.work if work.samples]
-        if not works:
-            return Launched(plan.seq, tuple)
         rows = self._draws(inputs)
         found_R3 = sampler.draw_rows(self._logits_of(inputs, hidden_TH, len(rows)), rows)
-        (slots_R,) = self._uploaded([work.slot for work in works])
-        newest_S.index_copy_(0, slots_R, found_R3[:, 2].long())
+        if self.newest_S is not None:
+            self.keep_newest([work.slot for work in works], found_R3[:, 2].long())
         fetched = self.fetch(found_R3)
 
         def tokens() -> list[Sampled]:
             drawn = sampler.tokens_of(fetched.wait(), [work.start + work.num_rows for work in works])
             return [Sampled(work.rid, (token,)) for work, token in zip(works, drawn, strict=True)]
 
-        return Launched(plan.seq, tokens, fetched)
+        return Launched(plan.seq, tokens, fetched, found_R3)
 
     def _no_rows(self) -> torch.Tensor:
         return torch.empty((0, 0), device=self.device)
@@ -140,6 +166,8 @@ class StageRunner:
         if self.drafter is not None:
             tokens = {rid: [one.token for one in rows] for rid, rows in drawn.items()}
             drafts = self.drafter.propose(plan, inputs, hidden_TH, tokens)
+            if not tokens and (passed := self._passed()) is not None:
+                passed.wait()
         if not scores and not self.cache.draft_tokens:
             return [_outcome(one, drawn[one.rid]) for one in inputs.sampled]
         samples = {one.rid: one for one in inputs.sampled}

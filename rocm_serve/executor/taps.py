@@ -102,7 +102,7 @@ class TappedRunner(StageRunner):
             if not isinstance(left, Launched):
                 return left
             sampled = left.result().sampled
-        return Launched(plan.seq, lambda: sampled)
+        return Launched(plan.seq, lambda: sampled, None, left.drawn_R3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.link import WorkerLink, channels
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.loading import load_stage_model
+from rocm_serve.executor.newest import NewestTokens
 from rocm_serve.executor.runner import StageRunner, phase_of, start_up_plans, watch_layers
 from rocm_serve.lifeline import die_with_parent, show_stacks_on_signal
 from rocm_serve.messages import (
@@ -76,7 +77,8 @@ class StageLoop:
 
     `ahead`: a plan that comes while another runs is begun before that one's result is there. With one stage the
     scheduler sends none behind a step whose result takes the device once more; behind other stages such a step, which
-    is ready at once, is brought to its end here before the next one begins.
+    is ready at once, is brought to its end here before the next one begins. `newest` and `to_first`: the ends of the
+    way of tokens from the last of several stages to the first, where steps are planned before the host knows them.
     """
 
     runner: StageRunner
@@ -87,17 +89,25 @@ class StageLoop:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     counter: ExpertCounter | None = None
     ahead: bool = False
+    newest: NewestTokens | None = None
+    to_first: Sender | None = None
     step: int = -1  # plan that runs now, for the failure report
     launched: deque[_Running] = field(default_factory=deque)
 
     def warm_up(self, plans: list[Plan], capture: Callable[[], WorkerReady]) -> WorkerReady:
         """Run `plans` through runner and edges and tell nobody; then capture what can be, and return the news."""
+        if self.to_first is not None:
+            self.to_first.send(torch.zeros((1, 1), dtype=torch.int64, device=self.runner.device))
+        if self.newest is not None:
+            self.newest.warm_up()
         for plan in plans:
             arrival = self._post(plan)
             self.heartbeat.enter(Phase.WARMING_UP if arrival is None else Phase.WAITING_FOR_ROWS)
             left = self._begin(plan, None if arrival is None else arrival.wait())
             if left is not None:
                 left.result()
+        if self.newest is not None:
+            self.newest.bring_all()
         self.heartbeat.enter(Phase.WARMING_UP)
         ready = capture()
         if self.counter is not None:
@@ -108,12 +118,15 @@ class StageLoop:
         """Run plans until Shutdown. Returns with nothing on its way; raises ToldToFail when something has failed.
 
         Every plan that has come is given its receive before the oldest one runs, so that the previous stage never
-        waits for this one to look. With a step on the device the loop turns until that is over or a plan comes.
+        waits for this one to look. One that reads tokens of a plan is given it when that has been launched: a device
+        that ran transfers and steps in one queue would never come to it. With a step on the device the loop turns until
+        that is over or a plan comes.
         """
+        coming: deque[Plan] = deque()
         waiting: deque[tuple[Plan, Arrival | None]] = deque()
         next_seq = 0
         while True:
-            idle = not waiting and not self.launched
+            idle = not coming and not waiting and not self.launched
             if idle:
                 self.heartbeat.enter(Phase.IDLE)
             while (message := self.link.receive(wait=idle)) is not None:
@@ -122,8 +135,11 @@ class StageLoop:
                 assert isinstance(message, Plan), f"unexpected while serving: {message}"
                 assert message.seq == next_seq, f"plan {message.seq} came where {next_seq} is next: one is lost"
                 next_seq += 1
-                waiting.append((message, self._post(message)))
+                coming.append(message)
                 idle = False
+            while coming and not (waiting and waiting[0][0].seq <= coming[0].reads):
+                plan = coming.popleft()
+                waiting.append((plan, self._post(plan)))
             while self.receiver is not None and self.launched and self.launched[0].left.ready:
                 self._report(self.launched.popleft())
             if waiting and len(self.launched) <= self.ahead:
@@ -136,6 +152,9 @@ class StageLoop:
         self.step = plan.seq
         self.heartbeat.enter(Phase.IDLE if arrival is None else Phase.WAITING_FOR_ROWS, plan.seq)
         hidden_TH = None if arrival is None else arrival.wait()
+        if self.newest is not None:
+            self.heartbeat.enter(Phase.WAITING_FOR_TOKENS)
+            self.newest.bring(plan)
         started_ns = time.monotonic_ns()
         left = self._begin(plan, hidden_TH)
         if left is not None:
@@ -167,10 +186,15 @@ class StageLoop:
             self.heartbeat.enter(phase_of(plan))
         out = self.runner.launch(plan, hidden_TH)
         if isinstance(out, Launched):
+            if self.to_first is not None and self.runner.draws_ahead(plan):
+                assert out.drawn_R3 is not None
+                self.to_first.send(out.drawn_R3[:, 2:].long())
             return out
         if plan.work:
             assert self.sender is not None
             self.sender.send(out)
+        if self.newest is not None and self.runner.draws_ahead(plan):
+            self.newest.expect(plan)
         return None
 
 
@@ -203,6 +227,7 @@ class Worker:
             init_addr=resolved.dist_init_addr,
             timeout_s=resolved.dist_timeout,
             host=meets_on_host(resolved) or resolved.all_reduce == "aiter",
+            tokens=resolved.plan_ahead != "off",
         )
         self._enter(Phase.LOADING)
         stage = self._load(resolved, coord, groups.tp, moved=self.heartbeat.tick, board=groups.board, host=groups.host)
@@ -220,6 +245,7 @@ class Worker:
         # The last of several stages knows all tokens of a plan that comes: it need not read the result before first.
         ahead = resolved.plan_ahead != "off" or (coord.last_stage and not coord.first_stage)
         self._loop = StageLoop(runner, *edges, self.link, heartbeat=self.heartbeat, counter=counter, ahead=ahead)
+        self._loop.newest, self._loop.to_first = self._token_ends(groups, runner)
         self._enter(Phase.WARMING_UP)
         plans = start_up_plans(resolved, message.num_pages, message.num_slots)
         self.link.send(self._loop.warm_up(plans, lambda: stage.capture(runner, self.heartbeat.tick)))
@@ -239,6 +265,16 @@ class Worker:
         if groups.to_next is not None:
             sender = Sender(groups.to_next, slots=self.resolved.pp + 1)
         return receiver, sender
+
+    def _token_ends(self, groups: Groups, runner: StageRunner) -> tuple[NewestTokens | None, Sender | None]:
+        newest = to_first = None
+        most = self.resolved.pp + 1
+        if groups.from_last is not None:
+            receiver = Receiver(groups.from_last, hidden_size=1, dtype=torch.int64, device=runner.device)
+            newest = NewestTokens(receiver.post, runner.keep_newest, most)
+        if groups.to_first is not None:
+            to_first = Sender(groups.to_first, slots=most)
+        return newest, to_first
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase

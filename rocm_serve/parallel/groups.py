@@ -32,13 +32,18 @@ class Groups:
     board: Board
     from_previous: EdgeGroup | None  # None on the first stage
     to_next: EdgeGroup | None  # None on the last stage
+    from_last: EdgeGroup | None = None  # of tokens, where asked for; on the first of several stages
+    to_first: EdgeGroup | None = None  # its other end, on the last stage
 
 
-def make_groups(coord: Coord, *, gpu: bool, init_addr: str, timeout_s: float, host: bool = False) -> Groups:
+def make_groups(
+    coord: Coord, *, gpu: bool, init_addr: str, timeout_s: float, host: bool = False, tokens: bool = False
+) -> Groups:
     """Join the world at `init_addr` (host:port of rank 0's TCPStore) and make this rank's groups.
 
-    `host`: make `Groups.host`, too. Every rank makes every group in the same order, as torch.distributed asks. One rank
-    needs no world at all.
+    `host`: make `Groups.host`, too; `tokens`: the edge from the last of several stages to the first. Every rank makes
+    every group in the same order, as torch.distributed asks, and returns when all have: one that refuses to go on then
+    breaks no connection that another is making. One rank needs no world at all.
     Errors: torch.distributed's own when a peer does not appear within `timeout_s`.
     """
     mesh = coord.mesh
@@ -65,18 +70,26 @@ def make_groups(coord: Coord, *, gpu: bool, init_addr: str, timeout_s: float, ho
     beside: Comm | None = None
     if host:
         beside = GlooComm(of_stages("gloo")) if gpu and mesh.tp > 1 else tp
-    from_previous = to_next = None
+
+    def edge(source_stage: int, target_stage: int) -> tuple[EdgeGroup | None, EdgeGroup | None]:
+        """Return this rank's end if it is the source's, and if it is the target's."""
+        ends: tuple[EdgeGroup | None, EdgeGroup | None] = None, None
+        for source, target in zip(mesh.tp_group(source_stage), mesh.tp_group(target_stage), strict=True):
+            group = make((source, target))
+            if group is not None:
+                out = coord.rank == source
+                ends = (EdgeGroup(group, target), None) if out else (None, EdgeGroup(group, source))
+        return ends
+
+    from_previous = to_next = to_first = from_last = None
     for stage in range(mesh.pp - 1):
-        for tp_rank in range(mesh.tp):
-            source = mesh.tp_group(stage)[tp_rank]
-            target = mesh.tp_group(stage + 1)[tp_rank]
-            edge = make((source, target))
-            if edge is not None and coord.rank == source:
-                to_next = EdgeGroup(edge, target)
-            elif edge is not None:
-                from_previous = EdgeGroup(edge, source)
+        out, into = edge(stage, stage + 1)
+        to_next, from_previous = to_next or out, from_previous or into
+    if tokens and mesh.pp > 1:
+        to_first, from_last = edge(mesh.pp - 1, 0)
+    dist.barrier()
     board = StoreBoard(store, coord.rank, mesh.world)
-    return Groups(tp=tp, host=beside, board=board, from_previous=from_previous, to_next=to_next)
+    return Groups(tp, beside, board, from_previous, to_next, from_last, to_first)
 
 
 def _store(init_addr: str, world: int, *, is_master: bool, timeout: timedelta) -> dist.Store:

@@ -24,8 +24,8 @@ def test_by_default_it_is_on_for_one_stage_of_gpus_if_steps_are_captured() -> No
     assert decided() == ("graphs", "auto: where decode steps are captured", [])
     assert decided(device="cpu", graphs=0) == ("off", "auto: on a CPU the host computes", [])
     assert decided(graphs=0) == ("off", "auto: no device graphs", [])
-    value, why, notes = decided(pp=2)
-    assert value == "off" and why is not None and why.startswith("auto: stages have") and not notes
+    assert decided(pp=2) == ("off", "auto: not measured with stages yet; --plan-ahead on", [])
+    assert decided(pp=2, graphs=0) == ("off", "auto: no device graphs", [])
     value, why, notes = decided(drafts=3)
     assert value == "off" and why is not None and why.startswith("auto: which drafts") and not notes
 
@@ -33,8 +33,9 @@ def test_by_default_it_is_on_for_one_stage_of_gpus_if_steps_are_captured() -> No
 def test_a_wish_is_met_where_it_can_be_and_otherwise_said() -> None:
     assert decided(plan_ahead="off") == ("off", None, [])
     assert decided(plan_ahead="on", device="cpu", graphs=0) == ("on", None, [])
-    for changes in ({"pp": 2}, {"drafts": 1}):
-        value, why, notes = decided(plan_ahead="on", **changes)
+    assert decided(plan_ahead="on", pp=2) == ("on", None, [])
+    for pp in (1, 2):
+        value, why, notes = decided(plan_ahead="on", drafts=1, pp=pp)
         assert value == "off" and notes == [f"--plan-ahead on has no effect: {why}"]
 
 

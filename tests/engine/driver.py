@@ -172,6 +172,7 @@ class Driver:
         assert not hosted or len(before) < stages, "planned behind a step of the host"
         drawn = {w.rid: (w, one.seq) for one in before for w in one.work if w.samples}
         alive = {r.rid for r in self.scheduler.running.values()}
+        assert plan.reads == max((drawn[w.rid][1] for w in plan.work if w.pending), default=-1)
         for work in plan.work:
             request = self.scheduler._by_rid[work.rid]
             self.params[work.rid] = request.params

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import torch
 import zmq
 
 from rocm_serve.config.schema import Resolved
@@ -16,12 +17,31 @@ from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.memory import effective_limits, with_graphs
+from rocm_serve.executor.newest import NewestTokens
 from rocm_serve.executor.runner import StageRunner, warm_up_plans
 from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, Plan, StepResult, WorkerLoaded, WorkerReady
 from rocm_serve.parallel.comm import CountingComm, ThreadComm, run_ranks
 from rocm_serve.parallel.mesh import Mesh
 
 PATIENCE_S = 0.02  # for a plan that comes while a step runs
+
+
+class SentTokens(NewestTokens):
+    """The way of tokens from the last stage to the first: they wait here until the first one reads them."""
+
+    def __init__(self, first: StageRunner, most: int) -> None:
+        super().__init__(lambda count: self, first.keep_newest, most)
+        self._sent: deque[torch.Tensor] = deque()
+        self.taken = 0
+
+    def send(self, plan: Plan, left: Launched) -> None:
+        assert left.drawn_R3 is not None
+        self._sent.append(left.drawn_R3[:, 2:].long())
+        self.expect(plan)
+
+    def wait(self) -> torch.Tensor:
+        self.taken += 1
+        return self._sent.popleft()
 
 
 class SimulatedExecutor:
@@ -85,7 +105,7 @@ class SimulatedExecutor:
     def _decide(self) -> None:
         limits = effective_limits(self.resolved, [self._loaded[r] for r in sorted(self._loaded)])
         self._limits = with_graphs(limits, [WorkerReady(0)], self.resolved.plan_ahead)
-        self.depth = 2 if self._limits.plan_ahead else self.depth
+        self.depth = self.resolved.pp + self._limits.plan_ahead
 
     def _rank(self, comm: ThreadComm) -> None:
         stages = []
@@ -103,13 +123,14 @@ class SimulatedExecutor:
         runners = [part.runner(num_pages=self._limits.num_pages, num_slots=self._limits.num_slots) for part in stages]
         runners = [self._changed(part, runner) for part, runner in zip(stages, runners, strict=True)]
         counters = [counter_of(self.resolved, part.coord, part.facts, part.model) for part in stages]
+        newest = self._newest(runners[0]) if self._limits.plan_ahead and self.mesh.pp > 1 else None
         for plan in warm_up_plans(self.resolved.page_size, self.resolved.max_model_len, self.resolved.draft_tokens):
-            self._step(runners, plan)
+            self._launch(runners, plan, newest).result()
         for counter in filter(None, counters):
             counter.reset()
         if comm.rank == 0:
             self._results.put(StepResult(-1, ()))
-        for result in self._results_of(runners, self._plans[comm.rank]):
+        for result in self._results_of(runners, self._plans[comm.rank], newest):
             first = self._first_results.setdefault(result.seq, result)
             assert first == result, f"rank {comm.rank} came to another result: {result} is not {first}"
             if comm.rank == 0:
@@ -117,8 +138,16 @@ class SimulatedExecutor:
         for counter in filter(None, counters):
             counter.write()
 
-    def _results_of(self, runners: list[StageRunner], plans: queue.Queue[Plan | None]) -> Iterator[StepResult]:
-        """Run what comes. Where steps are planned ahead, a result is read when the next step has run, if one comes."""
+    def _newest(self, first: StageRunner) -> SentTokens:
+        return SentTokens(first, self.depth)
+
+    def _results_of(
+        self, runners: list[StageRunner], plans: queue.Queue[Plan | None], newest: SentTokens | None
+    ) -> Iterator[StepResult]:
+        """Run what comes. Where steps are planned ahead, a result is read when the next ones have run, if they come.
+
+        A step that the host draws for is read before the next one runs.
+        """
         running: deque[Launched] = deque()
         while True:
             try:
@@ -129,18 +158,20 @@ class SimulatedExecutor:
             if plan is None:
                 assert not running, "sent away with a step under way"
                 return
-            running.append(self._launch(runners, plan))
-            if len(running) == self.depth or self.mesh.pp > 1:
+            running.append(left := self._launch(runners, plan, newest))
+            late = self.depth if newest is not None and left.drawn_R3 is not None else 1
+            while len(running) >= (late if self.mesh.pp > 1 else self.depth):
                 yield running.popleft().result()
 
-    def _step(self, runners: list[StageRunner], plan: Plan) -> StepResult:
-        return self._launch(runners, plan).result()
-
-    def _launch(self, runners: list[StageRunner], plan: Plan) -> Launched:
+    def _launch(self, runners: list[StageRunner], plan: Plan, newest: SentTokens | None) -> Launched:
         hidden = None
+        if newest is not None:
+            newest.bring(plan)
         for runner in runners:
             out = runner.launch(plan, hidden)
             if isinstance(out, Launched):
+                if newest is not None and runner.draws_ahead(plan):
+                    newest.send(plan, out)
                 return out
             hidden = out if plan.work else None
         raise AssertionError("the last stage gave no result")

@@ -66,8 +66,8 @@ class Sending:
         self._events.append("sent")
 
 
-def plan(seq: int, rows: int) -> Plan:
-    return Plan(seq, (Work(0, 0, rows, False, False, 1),) if rows else ())
+def plan(seq: int, rows: int, reads: int = -1) -> Plan:
+    return Plan(seq, (Work(0, 0, rows, False, False, 1),) if rows else (), reads=reads)
 
 
 def test_every_plan_that_came_has_its_receive_posted_before_the_oldest_runs() -> None:
@@ -76,6 +76,36 @@ def test_every_plan_that_came_has_its_receive_posted_before_the_oldest_runs() ->
     expected = ["post 5", "post 7", "arrived", "step 0", "arrived", "step 1", "post 3", "arrived", "step 2"]
     assert script.events == expected
     assert script.sent == [StepResult(seq, ()) for seq in range(3)]
+
+
+def test_a_plan_that_reads_tokens_has_its_receive_posted_when_they_are_on_their_way() -> None:
+    """Nothing behind it is posted before it: rows come in the order of the posts."""
+    plans = (plan(0, 5), plan(1, 7), plan(2, 3, reads=1), plan(3, 2))
+    script = Scripted([*plans, None, None, None, None, Shutdown()], rank=1)
+    script.loop().serve()
+    first = ["post 5", "post 7", "arrived", "step 0", "arrived", "step 1", "post 3", "post 2"]
+    assert script.events == [*first, "arrived", "step 2", "arrived", "step 3"]
+
+
+def test_a_first_stage_asks_for_tokens_when_its_rows_have_left_and_takes_them_before_a_step_that_reads_them() -> None:
+    class Script(Scripted):
+        """And the tokens' way."""
+
+        def draws_ahead(self, plan: Plan) -> bool:
+            return plan.seq < 2
+
+        def expect(self, plan: Plan) -> None:
+            self.events.append(f"expect {plan.seq}")
+
+        def bring(self, plan: Plan) -> None:
+            self.events.append(f"bring {plan.reads}")
+
+    script = Script([plan(0, 5), plan(1, 7), plan(2, 3, reads=0), None, None, None, Shutdown()], rank=0)
+    loop = script.loop()
+    loop.newest = script  # type: ignore[assignment]
+    loop.serve()
+    first = ["bring -1", "step 0", "sent", "expect 0", "bring -1", "step 1", "sent", "expect 1"]
+    assert script.events == [*first, "bring 0", "step 2", "sent"]
 
 
 def test_a_first_stage_passes_on_and_reports_nothing() -> None:

@@ -61,7 +61,7 @@ def _child(
     torch.set_num_threads(1)
     try:
         coord = mesh.coord(rank)
-        groups = make_groups(coord, gpu=gpu, init_addr=address, timeout_s=60, host=host)
+        groups = make_groups(coord, gpu=gpu, init_addr=address, timeout_s=60, host=host, tokens=True)
         results.put((rank, True, body(coord, groups)))
         leave_groups()
     except BaseException:

@@ -57,7 +57,10 @@ def collectives(coord: Coord, groups: Groups) -> dict[str, object]:
 
 
 def pipeline(coord: Coord, groups: Groups) -> dict[str, object]:
-    """The first stage sends its messages, every later one passes on what it got; the last returns it."""
+    """The first stage sends its messages, every later one passes on what it got; the last returns it.
+
+    Behind each message the last one sends tokens to the first, which asks for them when the message has left.
+    """
     assert (groups.from_previous is None) == coord.first_stage and (groups.to_next is None) == coord.last_stage
     got: list[torch.Tensor] = []
     arrivals = []
@@ -65,15 +68,28 @@ def pipeline(coord: Coord, groups: Groups) -> dict[str, object]:
         receiver = Receiver(groups.from_previous, hidden_size=H, dtype=torch.bfloat16, device=torch.device("cpu"))
         arrivals = [receiver.post(message(coord.tp_rank, n).shape[0]) for n in range(MESSAGES)]
     sender = None if groups.to_next is None else Sender(groups.to_next, slots=3)
+    assert (groups.from_last is not None) == (coord.first_stage and not coord.last_stage)
+    assert (groups.to_first is not None) == (coord.last_stage and not coord.first_stage)
+    newest, back, tokens = None, None, []
+    if groups.from_last is not None:
+        newest = Receiver(groups.from_last, hidden_size=1, dtype=torch.int64, device=torch.device("cpu"))
+    if groups.to_first is not None:
+        back = Sender(groups.to_first, slots=3)
     for number in range(MESSAGES):
         x = arrivals[number].wait() if arrivals else message(coord.tp_rank, number)
         got.append(x)
         if sender is not None:
             sender.send(x)
-    if sender is not None:
-        sender.flush()
+        if newest is not None:
+            tokens.append(newest.post(number + 1))
+        if back is not None:
+            back.send(torch.full((number + 1, 1), 100 * coord.tp_rank + number))
+    came = [one.wait().flatten().tolist() for one in tokens]
+    for one in (sender, back):
+        if one is not None:
+            one.flush()
     summed = groups.tp.all_reduce(torch.ones(1))
-    return {"got": [x.float().numpy() for x in got], "tp": float(summed)}
+    return {"got": [x.float().numpy() for x in got], "tokens": came, "tp": float(summed)}
 
 
 def everything(coord: Coord, groups: Groups) -> tuple[dict[str, object], dict[str, object]]:
@@ -88,6 +104,8 @@ def test_processes_over_gloo(tp: int, pp: int) -> None:
         tp_rank = mesh.coord(rank).tp_rank
         collectives_give_the_bits_of_simulated_ranks(tp_rank, tp, collective)
         edges_deliver_in_order(tp_rank, tp, piped)
+        came = [[100 * tp_rank + number] * (number + 1) for number in range(MESSAGES)]
+        assert piped["tokens"] == (came if pp > 1 and rank < tp else [])
 
 
 def collectives_give_the_bits_of_simulated_ranks(rank: int, ranks: int, result: dict[str, object]) -> None:
@@ -121,7 +139,7 @@ def edges_deliver_in_order(source: int, tp: int, result: dict[str, object]) -> N
 def test_one_rank_needs_no_world() -> None:
     groups = make_groups(Mesh(tp=1, pp=1).coord(0), gpu=False, init_addr="", timeout_s=1)
     assert groups.tp.size == 1 and groups.from_previous is None and groups.to_next is None
-    assert groups.host is None
+    assert groups.host is None and groups.from_last is None and groups.to_first is None
 
 
 class Recorded:
