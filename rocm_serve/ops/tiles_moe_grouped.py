@@ -2,8 +2,11 @@
 
 BM: choices of an expert multiplied at once. UP_*: the product with 128 rows of gate and 128 of up; HALVES: with 64 of
 each at a time. DOWN_*: the product with down, RUN blocks of 128 columns a program; HELD: it keeps its hidden rows
-meanwhile. SHORT: a tile that is at most half full is multiplied as half a tile. DESC: the card's copy engine reads the
-weights (NVIDIA's, sm_90). WARPS, STAGES.
+meanwhile; HALVES: 64 columns at a time. SHORT: a tile that is at most half full is multiplied as half a tile. DESC: the
+card's copy engine reads the weights (NVIDIA's, sm_90). REGS: rows are multiplied from registers. WARPS, STAGES.
+
+TILED: hidden rows lie in the order of the tiles. Then the copy engine can read them too, and DOWN_PROGRAMS programs, if
+it is not 0, take one block of columns after the other.
 
 A weight is 128 rows at a time throughout: one block of FP8 scales, and one block of hidden columns that is quantised.
 """
@@ -17,6 +20,7 @@ Shape = Mapping[str, int]
 
 BN = 128  # rows of a weight
 ENGINES = ("sm_90",)  # cards whose copy engine reads tiles
+_UNITS = 132  # of such a card
 _HELD_BLOCKS = 4  # of hidden columns that a program can keep
 
 
@@ -38,10 +42,32 @@ def grouped_tiles(shape: Shape, arch: str) -> list[Tile]:
     for size in sorted({max(16, rule["BM"] // 2), rule["BM"], min(128, rule["BM"] * 2)}):
         tile = _of_size(size, shape, arch)
         found += [tile, tile | {"DOWN_HELD": 0, "DOWN_RUN": 1, "DOWN_SHORT": 0, "DOWN_STAGES": tile["UP_STAGES"]}]
-        if not arch.startswith("gfx"):
+        if arch.startswith("gfx"):
+            found += [tile | {"TILED": 1}]
+        else:
             found += [tile | {"UP_STAGES": tile["UP_STAGES"] - 1}]
             found += [tile | {"DOWN_RUN": 8}] if tile["DOWN_HELD"] else []
+        if tile["UP_DESC"] and shape["rows"] * shape["k"] >= 64 * shape["e"]:
+            found += [tile | way for way in _ways_down(tile, _depth(shape))]
+        if tile["UP_DESC"] and size == 64:  # two programs of four warps share a unit: one rescales, one multiplies
+            up = tile | {"UP_WARPS": 4, "UP_STAGES": 2, "UP_HALVES": 1, "UP_REGS": 1}
+            found += [up, up | {"UP_STAGES": 3}, *(up | way for way in _ways_down(tile, _depth(shape)))]
     return [tile for i, tile in enumerate(found) if tile not in found[:i]]
+
+
+def _ways_down(tile: Tile, depth: int) -> list[Tile]:
+    """List ways down for rows in the order of tiles of 64 or 128. Compiled for sm_90, none has its matrix instructions
+    serialised for want of registers, as the rule's has at 128 rows and four steps."""
+    turns = {"TILED": 1, "DOWN_HELD": 0, "DOWN_RUN": 1, "DOWN_SHORT": 0, "DOWN_DESC": 1, "DOWN_STAGES": 4}
+    two = {"DOWN_WARPS": 4, "DOWN_PROGRAMS": 2 * _UNITS} if tile["BM"] == 64 else {"DOWN_PROGRAMS": _UNITS}
+    found = [turns | two, turns | {"DOWN_HALVES": 1, "DOWN_PROGRAMS": tile["DOWN_WARPS"] // 4 * _UNITS}]
+    if depth <= _HELD_BLOCKS:
+        held = {"DOWN_HELD": 1, "DOWN_RUN": 16, "DOWN_SHORT": 0, "DOWN_HALVES": 1, "DOWN_STAGES": 2}
+        if tile["BM"] == 64:
+            held |= {"DOWN_WARPS": 4}
+        engine = held | {"DOWN_DESC": 1}
+        found += [held, held | {"TILED": 1, "DOWN_REGS": 1}, engine, engine | {"DOWN_STAGES": 3}]
+    return found
 
 
 def _of_size(bm: int, shape: Shape, arch: str) -> Tile:
@@ -77,7 +103,8 @@ def _depth(shape: Shape) -> int:
 
 
 def _tile(bm: int, up: tuple[int, int], down: tuple[int, int], **changes: int) -> Tile:
-    tile = {"FEW": 0, "BM": bm, "UP_HALVES": 0, "DOWN_HELD": 0, "DOWN_RUN": 1}
+    tile = {"FEW": 0, "BM": bm, "TILED": 0, "DOWN_HELD": 0, "DOWN_RUN": 1, "DOWN_PROGRAMS": 0}
     for part, (warps, stages) in (("UP", up), ("DOWN", down)):
-        tile |= {f"{part}_WARPS": warps, f"{part}_STAGES": stages, f"{part}_DESC": 0, f"{part}_SHORT": 0}
+        tile |= {f"{part}_WARPS": warps, f"{part}_STAGES": stages}
+        tile |= {f"{part}_{name}": 0 for name in ("DESC", "SHORT", "HALVES", "REGS")}
     return tile | changes

@@ -19,12 +19,13 @@ from tests.ops.interpreted import F32, errors, exact_rows, one_thread, wide
 from tests.ops.poison import poisoned
 
 
-def many(*, bm: int = 16, short: int = 0, halves: int = 0, held: int = 0, run: int = 1) -> tiles.Tile:
+def many(*, bm: int = 16, short: int = 0, halves: int = 0, held: int = 0, run: int = 1, **changes: int) -> tiles.Tile:
     """Return a tile of triton_grouped.py."""
-    tile = {"FEW": 0, "BM": bm, "UP_HALVES": halves, "DOWN_HELD": held, "DOWN_RUN": run}
+    tile = {"FEW": 0, "BM": bm, "TILED": 0, "DOWN_HELD": held, "DOWN_RUN": run, "DOWN_PROGRAMS": 0}
     for part in ("UP", "DOWN"):
         tile |= {f"{part}_WARPS": 4, f"{part}_STAGES": 1, f"{part}_DESC": 0, f"{part}_SHORT": short}
-    return tile
+        tile |= {f"{part}_HALVES": halves, f"{part}_REGS": 0}
+    return tile | changes
 
 
 def few(*, direct: int, fused: int, splits: int, up: int = 128, down: int = 128, unroll: int = 1) -> tiles.Tile:
@@ -138,14 +139,26 @@ def moe_experts_in_short_tiles(g: torch.Generator) -> list[float]:
     made = case(g, 51, 300, 96, 6, 1, block=False)
     each = [expert for expert, rows in enumerate((0, 1, 8, 9, 16, 17)) for _ in range(rows)]
     made["ids_Tk"] = torch.tensor(each, dtype=torch.int32)[torch.randperm(51, generator=g), None].contiguous()
-    return errors("moe_experts", provider(many(short=1, held=1, run=2)), made)
+    found = errors("moe_experts", provider(many(short=1, held=1, run=2)), made)
+    return found + errors("moe_experts", provider(many(short=1, halves=1, TILED=1)), made)
+
+
+def moe_experts_in_turn(g: torch.Generator) -> list[float]:
+    """Fewer programs than pieces of work, and more; choices elsewhere; a last block of columns that is not full."""
+    made, turn = some_elsewhere(g, 6, 136), {"TILED": 1, "DOWN_PROGRAMS": 3}
+    found = errors("moe_experts", provider(many(**turn)), made)
+    found += errors("moe_experts", provider(many(halves=1, **turn)), made | {"num_rows": 0})
+    made = case(g, 5, 160, 192, 3, 2, block=True)
+    return found + errors("moe_experts", provider(many(halves=1, TILED=1, DOWN_PROGRAMS=12)), made)
 
 
 def moe_experts_in_panels(g: torch.Generator) -> list[float]:
     from rocm_serve.ops.moe_experts import triton_grouped
 
     with mock.patch.object(triton_grouped, "_RETURNED_BYTES", 4 * 128 * 12):
-        return errors("moe_experts", provider(many(held=1, run=3)), case(g, 6, 300, 32, 4, 2, block=False))
+        made = case(g, 6, 300, 32, 4, 2, block=False)
+        found = errors("moe_experts", provider(many(held=1, run=3)), made)
+        return found + errors("moe_experts", provider(many(TILED=1, DOWN_PROGRAMS=2)), made)
 
 
 def moe_experts_in_order(g: torch.Generator) -> list[float]:
@@ -192,7 +205,8 @@ def _of_rows(g: torch.Generator, tile: tiles.Tile) -> list[float]:
 
 def moe_experts_in_tiles_fp8_rows(g: torch.Generator) -> list[float]:
     """The hidden rows are rounded as the interpreter does it: this shows that nothing is misplaced, not more."""
-    return _of_rows(g, many(halves=1)) + _of_rows(g, many(held=1, run=2))
+    registers = many(held=1, halves=1, TILED=1, UP_REGS=1, DOWN_REGS=1)
+    return _of_rows(g, many(halves=1)) + _of_rows(g, many(held=1, run=2)) + _of_rows(g, registers)
 
 
 def moe_experts_in_order_fp8_rows(g: torch.Generator) -> list[float]:
@@ -228,6 +242,7 @@ LIMITS: dict[str, float] = dict.fromkeys(
         "moe_experts_in_tiles",
         "moe_experts_in_tiles_fp8_weights",
         "moe_experts_in_short_tiles",
+        "moe_experts_in_turn",
         "moe_experts_in_panels",
         "moe_experts_in_order",
         "moe_experts_in_one_go",

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from rocm_serve.executor.experts_memory import RETURNED_BYTES, workspace_bytes
 from rocm_serve.ops import tiles
 from rocm_serve.ops.tiles_moe import MOST_FEW_ROWS
 from rocm_serve.ops.tiles_moe_grouped import BN, deep_of
@@ -23,11 +24,12 @@ def held(tile: tiles.Tile, part: str, shape: dict[str, int], arch: str) -> int:
     stages = tile[f"{part}_STAGES"] - (arch == "gfx942")
     if part == "UP":
         return stages * (2 * BN + tile["BM"]) * deep * size
+    columns = BN // 2 if tile["DOWN_HALVES"] else BN
     if not tile["DOWN_HELD"]:
-        return stages * (BN + tile["BM"]) * deep * size
+        return stages * (columns + tile["BM"]) * deep * size + OUT_BYTES * columns * tile["BM"] * bool(tile["TILED"])
     depth = -(-shape["i"] // deep)
     rows = tile["BM"] * (2 if tile["DOWN_SHORT"] else 1)
-    return depth * deep * size * (rows + stages * BN) + OUT_BYTES * BN * tile["BM"]
+    return depth * deep * size * (rows + stages * columns) + OUT_BYTES * columns * tile["BM"]
 
 
 @pytest.mark.parametrize(("name", "rows", "arch", "bits"), POINTS)
@@ -39,7 +41,26 @@ def test_what_is_tried_fits_and_is_tried_once(name: str, rows: int, arch: str, b
         assert tile.keys() == tried[0].keys()
         assert tile["BM"] >= 32 or not (tile["UP_SHORT"] or tile["DOWN_SHORT"]), "half a tile is 16 rows at least"
         assert not (tile["UP_DESC"] or tile["DOWN_DESC"]) or (arch == "sm_90" and bits == 8)
+        assert not tile["DOWN_PROGRAMS"] or (tile["TILED"] and not tile["DOWN_HELD"] and not tile["DOWN_SHORT"])
+        assert not (tile["UP_REGS"] or tile["DOWN_REGS"]) or bits == 8, "rows of bytes are FP8"
         assert max(held(tile, part, shape, arch) for part in ("UP", "DOWN")) <= SHARED_MEMORY[arch], tile
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_hidden_rows_in_the_order_of_tiles_fit_what_is_planned_for_a_call(name: str) -> None:
+    """Each expert's last tile may be nearly empty: the rows of all of them are held."""
+    shape = {**SHAPES[name], "bits": 8}
+    k, e, h, i = (shape[size] for size in "kehi")
+    tiled = 0
+    for rows in ROWS:
+        for tile in tiles.candidates("moe_experts", {**shape, "rows": rows}, "sm_90"):
+            fewest = rows // 2 + 1  # that run with a tile of so many
+            places = fewest * k + min(fewest * k, e) * (tile["BM"] - 1)
+            taken = places * (i + i // 128 * 4) + min(RETURNED_BYTES, fewest * k * h * OUT_BYTES) + fewest * h
+            planned = workspace_bytes(fewest, k, h, 2 * i, e, kernels=True)
+            assert not tile["TILED"] or taken <= planned, (rows, tile)
+            tiled += tile["TILED"]
+    assert tiled
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)

@@ -17,7 +17,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rocm_serve.ops.fp8 import BLOCK, fp8_max
-from rocm_serve.ops.moe_experts.triton_grouped_kernels import combine_kernel, down_kernel, gate_up_kernel
+from rocm_serve.ops.moe_experts.triton_grouped_down import down_in_turn_kernel, down_kernel
+from rocm_serve.ops.moe_experts.triton_grouped_kernels import combine_kernel, gate_up_kernel
 from rocm_serve.ops.moe_experts.triton_order import Order, sort_choices
 from rocm_serve.ops.tiles_moe_grouped import BN, deep_of
 from rocm_serve.ops.triton_common.triton import quantise_rows
@@ -34,15 +35,24 @@ class Call:
     dot: tl.dtype
     tile: Mapping[str, int]
 
+    @property
+    def deep(self) -> int:
+        """Columns multiplied at once."""
+        return deep_of(self.dot.primitive_bitwidth)
+
+    def rows(self, part: str, x: torch.Tensor) -> torch.Tensor:
+        """Return rows as a kernel takes them: as bytes where they are to be read from registers."""
+        return x.view(torch.uint8) if self.tile[f"{part}_REGS"] else x
+
     def product(self, part: str, weight_ENK: torch.Tensor) -> dict[str, Any]:
         """Return how the kernel of one product is launched."""
         tile = self.tile
-        deep, desc = deep_of(self.dot.primitive_bitwidth), bool(tile[f"{part}_DESC"])
-        width, k = weight_ENK.shape[1:]
+        deep, desc = self.deep, bool(tile[f"{part}_DESC"])
+        k = weight_ENK.shape[2]
+        at_once = BN // 2 if tile[f"{part}_HALVES"] else BN
         weight: Any = weight_ENK
         if desc:
             assert weight_ENK.element_size() * k % 16 == 0, "the copy engine reads rows of whole 16 bytes"
-            at_once = BN // 2 if tile.get(f"{part}_HALVES") else BN
             weight = TensorDescriptor.from_tensor(weight_ENK.view(-1, k), [at_once, deep])
         return {
             "w": weight,
@@ -53,9 +63,8 @@ class Call:
             "K": k,
             "DOT": self.dot,
             "DESC": desc,
-            "SHORT": tile[f"{part}_SHORT"],
             "BM": tile["BM"],
-            "BN": BN,
+            "BN": BN if part == "UP" else at_once,
             "BK": deep,
             "num_warps": tile[f"{part}_WARPS"],
             "num_stages": tile[f"{part}_STAGES"],
@@ -91,24 +100,30 @@ def many_rows(
 def _gate_up(
     call: Call, x: torch.Tensor, x_scale: torch.Tensor | None, w13_EIH: torch.Tensor, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return silu(gate) * up of every choice [T k, I], and its multipliers when the rows have some."""
-    width, choices = w13_EIH.shape[1] // 2, call.order.num_choices
-    hidden = torch.empty(choices, width, dtype=x.dtype, device=x.device)
+    """Return silu(gate) * up of every choice [T k, I], and its multipliers when the rows have some.
+
+    With TILED they are those of every place of the tiles; a place without a choice holds anything.
+    """
+    order, width = call.order, w13_EIH.shape[1] // 2
+    rows = order.max_tiles * call.tile["BM"] if call.tile["TILED"] else order.num_choices
+    hidden = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     hidden_scale, top = None, 0.0
     if x_scale is not None:
-        hidden_scale = torch.empty(choices, triton.cdiv(width, BLOCK), dtype=torch.float32, device=x.device)
+        hidden_scale = torch.empty(rows, triton.cdiv(width, BLOCK), dtype=torch.float32, device=x.device)
         top = fp8_max(x.dtype)
-    gate_up_kernel[(call.order.max_tiles * triton.cdiv(width, BN),)](
-        x_ptr=x,
+    gate_up_kernel[(order.max_tiles * triton.cdiv(width, BN),)](
+        x_ptr=call.rows("UP", x),
         x_scale_ptr=x_scale,
         w_scale_ptr=scale,
         hidden_ptr=hidden,
         hidden_scale_ptr=hidden_scale,
         x_stride=x.stride(0),
-        TOP_K=call.order.ids_Tk.shape[1],
+        TOP_K=order.ids_Tk.shape[1],
         WIDTH=width,
         TOP=top,
         HALVES=bool(call.tile["UP_HALVES"]),
+        TILED=bool(call.tile["TILED"]),
+        SHORT=call.tile["UP_SHORT"],
         **call.product("UP", w13_EIH),
     )
     return hidden, hidden_scale
@@ -125,25 +140,40 @@ def _down(
 ) -> None:
     """Write the weighted sums of what the experts return, a panel of columns after the other."""
     order, width = call.order, out_TH.shape[1]
-    run = BN * call.tile["DOWN_RUN"]
     rows, top_k = order.ids_Tk.shape  # the panel goes by powers of two of rows, as tiles do: it is compiled in
     panel = panel_of(triton.next_power_of_2(rows) * top_k, out_TH, BN)
     returned = torch.empty(order.num_choices, panel, dtype=out_TH.dtype, device=out_TH.device)
     product = call.product("DOWN", w2_EHI)
+    product |= {"hidden_scale_ptr": hidden_scale, "w_scale_ptr": scale, "returned_ptr": returned}
+    product |= {"WIDTH": width, "PANEL": panel}
     for first in range(0, width, panel):
-        down_kernel[(order.max_tiles * triton.cdiv(panel, run),)](
-            hidden_ptr=hidden,
-            hidden_scale_ptr=hidden_scale,
-            w_scale_ptr=scale,
-            returned_ptr=returned,
-            first_column=first,
-            WIDTH=width,
-            PANEL=panel,
-            HELD=bool(call.tile["DOWN_HELD"]),
-            RUN=call.tile["DOWN_RUN"],
-            **product,
-        )
+        if call.tile["DOWN_PROGRAMS"]:
+            _down_in_turn(call, hidden, {**product, "first_column": first})
+        else:
+            _down_by_programs(call, hidden, {**product, "first_column": first})
         combine(returned, order, weights_Tk, call.num_rows, w2_EHI.shape[0], first, out_TH)
+
+
+def _down_by_programs(call: Call, hidden: torch.Tensor, product: Mapping[str, Any]) -> None:
+    tile = call.tile
+    run = tile["DOWN_RUN"] * (BN // product["BN"])
+    down_kernel[(call.order.max_tiles * triton.cdiv(product["PANEL"], product["BN"] * run),)](
+        hidden_ptr=call.rows("DOWN", hidden),
+        HELD=bool(tile["DOWN_HELD"]),
+        TILED=bool(tile["TILED"]),
+        SHORT=tile["DOWN_SHORT"],
+        RUN=run,
+        **product,
+    )
+
+
+def _down_in_turn(call: Call, hidden: torch.Tensor, product: Mapping[str, Any]) -> None:
+    tile = call.tile
+    assert tile["TILED"], "programs that work in turn read hidden rows in the order of the tiles"
+    rows: Any = call.rows("DOWN", hidden)
+    if tile["DOWN_DESC"]:
+        rows = TensorDescriptor.from_tensor(hidden, [tile["BM"], call.deep])
+    down_in_turn_kernel[(tile["DOWN_PROGRAMS"],)](hidden=rows, PROGRAMS=tile["DOWN_PROGRAMS"], **product)
 
 
 def panel_of(choices: int, out_TH: torch.Tensor, block: int) -> int:
