@@ -15,9 +15,11 @@ import torch
 
 from evals.gfx.registry import Arch, Outputs, Trial, fp8_dtype
 from rocm_serve.ops import tiles
+from rocm_serve.ops.add_norm_linear.cases import add_norm_linear_case
 from rocm_serve.ops.contract import Arguments, OpFunction
 from rocm_serve.ops.fp8 import BLOCK, fp8_max
 from rocm_serve.ops.inputs import normal
+from rocm_serve.ops.shared_down_add.cases import down_case
 from rocm_serve.ops.shared_expert_add.cases import shared_case
 from rocm_serve.ops.sigmoid_mul.cases import sigmoid_mul_heads_case
 
@@ -84,6 +86,27 @@ def _linear(
     return {"x_TK": _wide(normal(g, rows, k, dtype=_BF16)), "weight_NK": weight, "out_dtype": out}
 
 
+def _norm_in_product(g: torch.Generator, arch: Arch, *, rows: int, width: int, n: int) -> Arguments:
+    made = add_norm_linear_case(g, _BF16, t=rows, h=width, n=n, eps=1e-2)
+    return made | {name: _wide(made[name]) for name in ("x_TH", "residual_TH", "total_TH")}
+
+
+def _down(g: torch.Generator, arch: Arch, *, rows: int, width: int, n: int) -> Arguments:
+    """Return gate, up and what opens the expert as pieces of one product's rows."""
+    made = down_case(g, _BF16, t=rows, i=width, h=n)
+    return made | {name: _wide(made[name]) for name in ("routed_TH", "gate_up_TI", "gate_T1")}
+
+
+def _real_norm_in_product(g: torch.Generator, arch: Arch, *, rows: int) -> Arguments:
+    sizes = {"x_TH": (rows, 8192), "residual_TH": (rows, 8192), "norm_weight_H": (8192,), "weight_NH": (4640, 8192)}
+    return _untouched(sizes | {"total_TH": (rows, 8192)}, arch, eps=1e-6, plus_one=True)
+
+
+def _real_down(g: torch.Generator, arch: Arch, *, rows: int) -> Arguments:
+    sizes = {"routed_TH": (rows, 8192), "gate_up_TI": (rows, 512), "gate_T1": (rows, 1), "weight_HI": (8192, 256)}
+    return _untouched(sizes, arch)
+
+
 def _fp8_linear(g: torch.Generator, arch: Arch, *, rows: int, k: int, n: int, activation: str) -> Arguments:
     weight, scale = _block_fp8(g, arch, n, k, scale=k**-0.5)
     x = _wide(normal(g, rows, k, dtype=_BF16))
@@ -119,6 +142,7 @@ def _real_linear(g: torch.Generator, arch: Arch, *, rows: int) -> Arguments:
 
 
 _MATRIX = "stored as the matrix instruction leaves it, 4 columns of a row a lane"
+_COLUMNS = "a program has few columns of one row to store"
 _EXCEPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "moe_route_kernel": {"wide_stores": "an id and a weight for each of few choices"},
@@ -128,7 +152,9 @@ _EXCEPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "fp8_linear_kernel": {"wide_stores": _MATRIX},
         "linear_kernel": {"wide_stores": _MATRIX},
-        "one_row_kernel": {"wide_stores": "a program has few columns of one row to store"},
+        "one_row_kernel": {"wide_stores": _COLUMNS},
+        "add_norm_linear_kernel": {"wide_stores": _COLUMNS},
+        "shared_down_add_kernel": {"wide_stores": _COLUMNS},
         "weight_left_kernel": {
             "wide_stores": "stored as the matrix instruction leaves it: a row's columns 16 lanes apart"
         },
@@ -228,6 +254,31 @@ TRIALS: tuple[Trial, ...] = (
     _few("1 x 8192 x 4096", _tile(0, 2, 2048, 1), partial(_real_linear, rows=1), real=True),
     _few("16 x 8192 x 4096", _tile(16, 32, 128, 1), partial(_real_linear, rows=16), real=True),
     _few("16 x 8192 x 4096", _tile(16, 32, 128, 2), partial(_real_linear, rows=16), real=True),
+    _trial(
+        "add_norm_linear", "3 x 520 x 20", partial(_norm_in_product, rows=3, width=520, n=20), "add_norm_linear_kernel"
+    ),
+    _trial(
+        "add_norm_linear",
+        "1 x 51 x 37",
+        partial(_norm_in_product, rows=1, width=51, n=37),
+        "add_norm_linear_kernel",
+        odd=True,
+    ),
+    _trial("shared_down_add", "3 x 264 x 40", partial(_down, rows=3, width=264, n=40), "shared_down_add_kernel"),
+    *(
+        _trial(
+            "add_norm_linear",
+            f"{t} x 8192 x 4640",
+            partial(_real_norm_in_product, rows=t),
+            "add_norm_linear_kernel",
+            real=True,
+        )
+        for t in (1, 4)
+    ),
+    *(
+        _trial("shared_down_add", f"{t} x 256 x 8192", partial(_real_down, rows=t), "shared_down_add_kernel", real=True)
+        for t in (1, 4)
+    ),
     *(
         _fp8_trial(f"{t} x {k} x {n}", a, partial(_fp8_linear, rows=t, k=k, n=n, activation=a))
         for a in _ACTIVATIONS

@@ -26,6 +26,7 @@ _CAPTURED_REFERENCES = frozenset(
 _NOT_CALLED = frozenset(
     ("attention_prefill", "gdn_chunk", "log_sum_exp")  # not in decode steps
     + ("gdn_step", "qk_norm_rope_kv_write")  # by reference, layers call their parts instead
+    + ("add_norm_linear", "shared_down_add")  # the same
 )
 _WITH_PROMPTS = ("attention_prefill", "causal_conv", "gdn_chunk", "moe_experts")
 _WARM_UP_RUNS = 2  # before recording: compiled kernels, handles and workspaces are there then

@@ -54,13 +54,23 @@ class GatedAttention(nn.Module):
         by_parts = ops.providers["qk_norm_rope_kv_write"].name == REFERENCE
         self._queries = self._queries_by_parts if by_parts else self._queries_at_once
 
+        self._by_parts = False
+
     def run_by_parts(self) -> None:
         """Leave qk_norm_rope_kv_write alone from now on, so that each part's result can be seen."""
-        self._queries = self._queries_by_parts
+        self._queries, self._by_parts = self._queries_by_parts, True
+
+    @property
+    def first_weight(self) -> torch.Tensor | None:
+        """Return the weight of the one product that reads the rows, where a norm may be part of it; else None."""
+        return None if self._by_parts else self.qkv_proj.plain_weight
 
     def forward(self, x_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        t, d = x_TH.shape[0], self.head_dim
-        qkv_TC = self.qkv_proj(x_TH)
+        return self.after_first(self.qkv_proj(x_TH), batch)
+
+    def after_first(self, qkv_TC: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Do what `forward` does, from the product with `first_weight` on."""
+        t, d = qkv_TC.shape[0], self.head_dim
         out_THD = self._attend(self._queries(qkv_TC, batch), batch)
         gate_THD = qkv_TC[:, : self.heads * 2 * d].view(t, self.heads, 2 * d)[..., d:]
         return self.o_proj(self.ops.sigmoid_mul(out_THD, gate_THD).view(t, -1))

@@ -75,6 +75,7 @@ class GatedDeltaNet(nn.Module):
         self.key_heads, self.value_heads = key_heads // comm.size, value_heads // comm.size
         self.key_dim, self.value_dim = key_dim, value_dim
         self._channels = 2 * self.key_heads * key_dim + self.value_heads * value_dim
+        self._widths = [self._channels, self.value_heads * value_dim, 2 * self.value_heads]
         self._in_proj: torch.Tensor | None = None
         self._run, self._project = self._by_parts, self._project_apart
         if ops.providers["gdn_step"].name != REFERENCE:
@@ -83,22 +84,31 @@ class GatedDeltaNet(nn.Module):
 
     def run_by_parts(self) -> None:
         """Leave gdn_step and the joined projection alone from now on, so that each part's result can be seen."""
-        self._run, self._project = self._by_parts, self._project_apart
+        self._run, self._project, self._in_proj = self._by_parts, self._project_apart, None
 
     def _join_projections(self) -> None:
         """Make both projections rows of one weight, where both are plain: one product then makes q, k, v, z, b, a."""
-        parts = self.in_proj_qkvz, self.in_proj_ba
-        if any(part.weight_scale_inv is not None for part in parts) or "linear" in self.ops.preparing:
-            return
-        first, second = (part.weight for part in parts)
-        if first.dtype == second.dtype:
+        first, second = self.in_proj_qkvz.plain_weight, self.in_proj_ba.plain_weight
+        if first is not None and second is not None and first.dtype == second.dtype:
             self._in_proj = first.new_empty(len(first) + len(second), first.shape[1])
             first.data, second.data = self._in_proj.split([len(first), len(second)])
             self._project = self._project_at_once
 
+    @property
+    def first_weight(self) -> torch.Tensor | None:
+        """Return the weight of the one product that reads the rows, where a norm may be part of it; else None."""
+        return self._in_proj
+
     def forward(self, x_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        return self._after(self._project(x_TH), batch)
+
+    def after_first(self, made_TN: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Do what `forward` does, from the product with `first_weight` on."""
+        return self._after(made_TN.split(self._widths, dim=-1), batch)
+
+    def _after(self, projected: tuple[torch.Tensor, ...], batch: ForwardBatch) -> torch.Tensor:
         value = self.value_heads * self.value_dim
-        u_TC, z, ba_TG = self._project(x_TH)
+        u_TC, z, ba_TG = projected
         gated_THV = self._run(u_TC, ba_TG, z.view(-1, self.value_heads, self.value_dim), batch)
         return self.out_proj(gated_THV.view(-1, value))
 
@@ -107,8 +117,7 @@ class GatedDeltaNet(nn.Module):
         return *qkvz.split([self._channels, self.value_heads * self.value_dim], dim=-1), self.in_proj_ba(x_TH)
 
     def _project_at_once(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        widths = [self._channels, self.value_heads * self.value_dim, 2 * self.value_heads]
-        return self.ops.linear(x_TH, self._in_proj).split(widths, dim=-1)
+        return self.ops.linear(x_TH, self._in_proj).split(self._widths, dim=-1)
 
     def _by_parts(
         self, u_TC: torch.Tensor, ba_TG: torch.Tensor, z_THV: torch.Tensor, batch: ForwardBatch
@@ -170,8 +179,7 @@ class GatedDeltaNet(nn.Module):
             replay.sequences,
             rows=replay.num_rows,
         )
-        widths = self._channels, self.value_heads * self.value_dim, 2 * self.value_heads
-        u_EC, z_EV, ba_EG = x_EW.split(widths, dim=-1)
+        u_EC, z_EV, ba_EG = x_EW.split(self._widths, dim=-1)
         z_EHV = z_EV.unflatten(1, (self.value_heads, self.value_dim))
         return self._step(u_EC, ba_EG, z_EHV, replay.sequences, batch.cache)[replay.own_N]
 

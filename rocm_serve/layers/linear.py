@@ -31,6 +31,11 @@ class Linear(OpWeights):
             return "linear", {"weight_NK": "weight"}
         return "fp8_linear", {"weight_NK": "weight", "scale": "weight_scale_inv"}
 
+    @property
+    def plain_weight(self) -> nn.Parameter | None:
+        """Return the weight where it stays as the checkpoint has it, and is no FP8; else None."""
+        return None if self.weight_scale_inv is not None or "linear" in self.ops.preparing else self.weight
+
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         if self.weight_scale_inv is None:
             return self.ops.linear(x_TK, self.weight)

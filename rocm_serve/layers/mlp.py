@@ -31,3 +31,12 @@ class GatedMLP(nn.Module):
     def forward(self, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> torch.Tensor:
         """Run all rows; `num_rows` is for layers that can leave padding out."""
         return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x_TH)))
+
+    @property
+    def first_weight(self) -> torch.Tensor | None:
+        """Return the weight of the one product that reads the rows, where it is plain."""
+        return self.gate_up_proj.plain_weight
+
+    def after_first(self, gate_up_TI: torch.Tensor, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> torch.Tensor:
+        """Do what `forward` does, from the product with `first_weight` on."""
+        return self.down_proj(self.ops.silu_mul(gate_up_TI))

@@ -18,12 +18,14 @@ from rocm_serve.layers.linear import Linear
 from rocm_serve.layers.mlp import GatedMLP
 from rocm_serve.layers.weights import OpWeights, Weights
 from rocm_serve.ops.bind import REFERENCE, BoundOps
+from rocm_serve.ops.tiles_linear import FOLDED_ROWS
 from rocm_serve.parallel.comm import Comm
 from rocm_serve.parallel.exchange.contract import Dispatched, ExchangeSpec, ExpertExchange
 from rocm_serve.parallel.exchange.local import LocalExchange
 from rocm_serve.parallel.expert_map import ExpertMap, ExpertPlan
 
 Shared = Callable[[], torch.Tensor]  # computes what the shared expert makes of a rank's own rows
+End = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from what routed experts made of a rank's rows, and these
 
 
 class RoutedExperts(OpWeights):
@@ -107,7 +109,8 @@ class SparseMoe(nn.Module):
     One completion: where the exchange's sums are partial, those of both halves are joined before the one all-reduce;
     where they are complete, the shared expert is whole and computed for a rank's own rows, and nothing is reduced.
     Where a kernel is bound as shared_expert_add, it does the work of the shared expert's gate and of both sums, and one
-    product makes the router's logits and the shared expert's gate and up.
+    product makes the router's logits and the shared expert's gate and up. Where one is bound as shared_down_add, that
+    product of a few rows makes what opens the shared expert's gate too, and the kernel does all that is left.
     `observe`, when set, is called with the experts chosen, int32 [n, k], and how many of these rows are no padding:
     on every rank with its own rows where they are scattered, else with all rows.
     """
@@ -141,18 +144,31 @@ class SparseMoe(nn.Module):
         )
         self._with_shared = self._with_shared_by_parts if by_parts else self._with_shared_at_once
         self._shared: Callable[[Shared], Shared] = self._shared_after
-        self._first: torch.Tensor | None = None
+        self._first: torch.Tensor | None = None  # the weight of one product, and its rows that many rows are given to
+        self._first_of_many: torch.Tensor | None = None
         self._project = self._project_apart
         if not by_parts:
             self._join_projections()
         self.sends_fp8 = fp8 and self.exchange.scattered  # half the bytes, and the experts would quantise them anyway
 
+    @property
+    def first_weight(self) -> torch.Tensor | None:
+        """Return the weight of the one product that reads the rows, where a norm may be part of it; else None."""
+        return None if self.exchange.scattered else self._first
+
     def forward(self, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> torch.Tensor:
         """Run the first `num_rows` rows through their experts; the rest is padding."""
         exchange = self.exchange
         own_nH, live = exchange.scatter(x_TH, num_rows) if exchange.scattered else (x_TH, num_rows)
-        logits_nE, shared = self._project(own_nH)
-        shared = self._shared(shared)
+        out_nH = self._run(*self._project(own_nH), own_nH, live)
+        return exchange.gather(out_nH, x_TH.shape[0], num_rows) if exchange.scattered else out_nH
+
+    def after_first(self, made_TN: torch.Tensor, x_TH: torch.Tensor, num_rows: int | torch.Tensor) -> torch.Tensor:
+        """Do what `forward` does, from the product with `first_weight` on."""
+        return self._run(*self._cut(made_TN), x_TH, num_rows)
+
+    def _run(self, logits_nE: torch.Tensor, end: End, own_nH: torch.Tensor, live: int | torch.Tensor) -> torch.Tensor:
+        exchange = self.exchange
         ids_nk, weights_nk = self.ops.moe_route(logits_nE, top_k=self.top_k, renormalise=self.renormalise)
         if self.observe is not None:
             self.observe(ids_nk, live)
@@ -161,11 +177,8 @@ class SparseMoe(nn.Module):
             rows_nH, scales = self.ops.quantise_rows(own_nH, dtype=self.experts.gate_up_proj.dtype)
         slots_nk = ids_nk if self.slots is None else self.slots(ids_nk)
         sent = exchange.dispatch(rows_nH, scales, slots_nk, weights_nk, live)
-        routed_nH = exchange.combine(self.experts(sent, own_nH.dtype), sent)
-        out_nH = self._with_shared(routed_nH, shared(), own_nH)
-        if not exchange.complete:
-            out_nH = self.comm.all_reduce(out_nH)
-        return exchange.gather(out_nH, x_TH.shape[0], num_rows) if exchange.scattered else out_nH
+        out_nH = end(exchange.combine(self.experts(sent, own_nH.dtype), sent), own_nH)
+        return out_nH if exchange.complete else self.comm.all_reduce(out_nH)
 
     def run_shared_beside(self, stream: torch.cuda.Stream) -> None:
         """Compute the shared expert on `stream` from now on, while the routed ones are computed on the caller's.
@@ -175,24 +188,44 @@ class SparseMoe(nn.Module):
         self._shared = partial(self._shared_beside, stream)
 
     def _join_projections(self) -> None:
-        """Make the router and the shared expert's gate and up rows of one weight, where both are plain."""
-        parts = self.gate, self.shared_expert.gate_up_proj
-        if any(part.weight_scale_inv is not None for part in parts) or "linear" in self.ops.preparing:
-            return
-        first, second = (part.weight for part in parts)
-        if first.dtype == second.dtype:
-            self._first = first.new_empty(len(first) + len(second), first.shape[1])
-            first.data, second.data = self._first.split([len(first), len(second)])
+        """Make the router, the shared expert's gate and up, and its own gate where shared_down_add is bound, rows of
+        one weight, where all are plain."""
+        parts = [self.gate, self.shared_expert.gate_up_proj]
+        down = self.shared_expert.down_proj.plain_weight
+        if self.ops.providers["shared_down_add"].name != REFERENCE and down is not None:
+            parts.append(self.shared_expert_gate)
+        plain = [weight for part in parts if (weight := part.plain_weight) is not None]
+        if len(plain) == len(parts) and len({weight.dtype for weight in plain}) == 1:
+            self._first = plain[0].new_empty(sum(map(len, plain)), plain[0].shape[1])
+            for weight, rows in zip(plain, self._first.split([len(weight) for weight in plain]), strict=True):
+                weight.data = rows
+            self._first_of_many = self._first[: len(plain[0]) + len(plain[1])]
             self._project = self._project_at_once
 
-    def _project_apart(self, x_nH: torch.Tensor) -> tuple[torch.Tensor, Shared]:
-        """Return the router's logits, and what computes the shared expert."""
-        return self.gate(x_nH), partial(self.shared_expert.partial, x_nH)
+    def _project_apart(self, x_nH: torch.Tensor) -> tuple[torch.Tensor, End]:
+        """Return the router's logits, and what adds the shared expert, which is begun."""
+        return self.gate(x_nH), self._adding(partial(self.shared_expert.partial, x_nH))
 
-    def _project_at_once(self, x_nH: torch.Tensor) -> tuple[torch.Tensor, Shared]:
-        made = self.ops.linear(x_nH, self._first)
-        experts = len(self.gate.weight)
-        return made[:, :experts], partial(self.shared_expert.partial_of, made[:, experts:])
+    def _project_at_once(self, x_nH: torch.Tensor) -> tuple[torch.Tensor, End]:
+        return self._cut(self.ops.linear(x_nH, self._first if len(x_nH) <= FOLDED_ROWS else self._first_of_many))
+
+    def _cut(self, made_nN: torch.Tensor) -> tuple[torch.Tensor, End]:
+        """Do what `_project_apart` does, with what a product has made."""
+        experts, width = len(self.gate.weight), len(self.shared_expert.gate_up_proj.weight)
+        logits_nE, gate_up_nI, gate_n1 = made_nN.tensor_split((experts, experts + width), dim=1)
+        if gate_n1.shape[1]:
+            return logits_nE, partial(self._down_and_add, gate_up_nI, gate_n1)
+        return logits_nE, self._adding(partial(self.shared_expert.partial_of, gate_up_nI))
+
+    def _down_and_add(
+        self, gate_up_nI: torch.Tensor, gate_n1: torch.Tensor, routed_nH: torch.Tensor, x_nH: torch.Tensor
+    ) -> torch.Tensor:
+        return self.ops.shared_down_add(routed_nH, gate_up_nI, gate_n1, self.shared_expert.down_proj.weight)
+
+    def _adding(self, shared: Shared) -> End:
+        """Begin the shared expert; return what adds its rows."""
+        made = self._shared(shared)
+        return lambda routed_nH, x_nH: self._with_shared(routed_nH, made(), x_nH)
 
     def _shared_after(self, shared: Shared) -> Shared:
         return shared
@@ -211,7 +244,7 @@ class SparseMoe(nn.Module):
 
     def run_by_parts(self) -> None:
         """Leave shared_expert_add and the joined product alone from now on, so that each part's result can be seen."""
-        self._with_shared, self._project = self._with_shared_by_parts, self._project_apart
+        self._with_shared, self._project, self._first = self._with_shared_by_parts, self._project_apart, None
 
     def _with_shared_by_parts(
         self, routed_nH: torch.Tensor, shared_nH: torch.Tensor, x_nH: torch.Tensor

@@ -24,3 +24,11 @@ class RMSNorm(nn.Module):
     def add(self, x_TH: torch.Tensor, residual_TH: torch.Tensor) -> torch.Tensor:
         """Add `x` to the residual stream in place and return the norm of the sum."""
         return self.ops.add_rms_norm(x_TH, residual_TH, self.weight, eps=self.eps, plus_one=True)
+
+    def add_into(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_NH: torch.Tensor, total_TH: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the sum of `x` and the residual stream to `total`; return a product of its norm, and the norm."""
+        return self.ops.add_norm_linear(
+            x_TH, residual_TH, self.weight, weight_NH, total_TH, eps=self.eps, plus_one=True
+        )

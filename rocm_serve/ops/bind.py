@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from rocm_serve.errors import UserError
 from rocm_serve.ops import (
+    add_norm_linear,
     attention_decode,
     attention_prefill,
     causal_conv,
@@ -28,6 +29,7 @@ from rocm_serve.ops import (
     quantise_rows,
     rms_norm,
     sampling,
+    shared_down_add,
     shared_expert_add,
     sigmoid_mul,
     silu_mul,
@@ -42,10 +44,12 @@ _ALL = (
     rms_norm.ADD_OP,
     gated_rms_norm.OP,
     linear.OP,
+    add_norm_linear.OP,
     fp8_linear.OP,
     silu_mul.OP,
     sigmoid_mul.OP,
     shared_expert_add.OP,
+    shared_down_add.OP,
     moe_route.OP,
     moe_experts.OP,
     quantise_rows.OP,
@@ -97,10 +101,12 @@ class BoundOps:
     add_rms_norm: OpFunction
     gated_rms_norm: OpFunction
     linear: OpFunction
+    add_norm_linear: OpFunction
     fp8_linear: OpFunction
     silu_mul: OpFunction
     sigmoid_mul: OpFunction
     shared_expert_add: OpFunction
+    shared_down_add: OpFunction
     moe_route: OpFunction
     moe_experts: OpFunction
     quantise_rows: OpFunction

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from rocm_serve.ops.add_norm_linear.cases import add_norm_linear_case
 from rocm_serve.ops.attention_cases import attention_case
 from rocm_serve.ops.causal_conv.cases import conv_case
 from rocm_serve.ops.contract import Arguments, Case
@@ -27,9 +28,11 @@ from rocm_serve.ops.qk_norm_rope_kv_write.cases import qkv_case
 from rocm_serve.ops.quantise_rows.cases import quantise_case
 from rocm_serve.ops.rms_norm.cases import norm_case
 from rocm_serve.ops.sampling.cases import draw_case, sum_case
+from rocm_serve.ops.shared_down_add.cases import down_case
 from rocm_serve.ops.shared_expert_add.cases import shared_case
 from rocm_serve.ops.sigmoid_mul.cases import sigmoid_mul_case, sigmoid_mul_heads_case
 from rocm_serve.ops.silu_mul.cases import silu_mul_case
+from rocm_serve.ops.tiles_linear import FOLDED_ROWS
 
 # Row counts at which released kernels change their path or were wrong (MoE kernels above 32 rows; faults at 304), and
 # the largest step, at which block products have returned NaN.
@@ -108,6 +111,28 @@ def _shared_adds(facts: OpFacts) -> Cases:
     if facts.num_experts:
         for t in _counts(facts, _FEW_ROWS):
             yield f"{t} x {facts.hidden_size}", partial(shared_case, t=t, h=facts.hidden_size)
+
+
+def _folded_counts(facts: OpFacts) -> range:
+    return range(min(FOLDED_ROWS, facts.max_rows) + 1)
+
+
+def _norms_in_products(facts: OpFacts) -> Cases:
+    """Products of a layer's normed rows, weight by weight, though some are joined."""
+    plain = [shape for shape in facts.linears if not shape.fp8 and shape.columns == facts.hidden_size]
+    for shape in plain:
+        if shape.rows == facts.vocab:
+            continue  # the head's rows are picked between its norm and its product
+        for t in _folded_counts(facts):
+            case = partial(add_norm_linear_case, t=t, h=shape.columns, n=shape.rows, eps=facts.eps)
+            yield f"{t} x [{shape.rows}, {shape.columns}]", case
+
+
+def _shared_downs(facts: OpFacts) -> Cases:
+    if facts.num_experts:
+        for t in _folded_counts(facts):
+            name = f"{t} x [{facts.hidden_size}, {facts.mlp_width}]"
+            yield name, partial(down_case, t=t, i=facts.mlp_width, h=facts.hidden_size)
 
 
 def _routes(facts: OpFacts) -> Cases:
@@ -312,10 +337,12 @@ _OF_OP: Mapping[str, Callable[[OpFacts], Cases]] = MappingProxyType(
         "add_rms_norm": partial(_norms, residual=True),
         "gated_rms_norm": _gated_norms,
         "linear": partial(_linears, fp8=False),
+        "add_norm_linear": _norms_in_products,
         "fp8_linear": partial(_linears, fp8=True),
         "silu_mul": _silu_muls,
         "sigmoid_mul": _sigmoid_muls,
         "shared_expert_add": _shared_adds,
+        "shared_down_add": _shared_downs,
         "moe_route": _routes,
         "moe_experts": _experts,
         "quantise_rows": _quantised,

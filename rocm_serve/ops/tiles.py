@@ -28,7 +28,7 @@ from rocm_serve.ops.tiles_gdn import (
     gdn_step_tiles,
     gdn_tiles,
 )
-from rocm_serve.ops.tiles_linear import linear_tile, linear_tiles
+from rocm_serve.ops.tiles_linear import folded_tile, folded_tiles, linear_tile, linear_tiles
 from rocm_serve.ops.tiles_moe import moe_experts_tile, moe_experts_tiles
 from rocm_serve.ops.tiles_prefill import attention_prefill_tile, attention_prefill_tiles
 
@@ -145,6 +145,7 @@ _forced: dict[str, Tile] = {}
 _watching: list[tuple[str, dict[str, int]]] | None = None
 
 
+RULES["add_norm_linear"], CANDIDATES["add_norm_linear"] = folded_tile, folded_tiles
 RULES["attention_decode"], CANDIDATES["attention_decode"] = attention_decode_tile, attention_decode_tiles
 RULES["attention_prefill"], CANDIDATES["attention_prefill"] = attention_prefill_tile, attention_prefill_tiles
 RULES["gdn_chunk"], CANDIDATES["gdn_chunk"] = gdn_chunk_tile, gdn_chunk_tiles
@@ -154,3 +155,4 @@ RULES["gdn_step"], CANDIDATES["gdn_step"] = gdn_step_tile, gdn_step_tiles
 RULES["gdn_step_drafts"], CANDIDATES["gdn_step_drafts"] = gdn_drafts_tile, gdn_tiles
 RULES["linear"], CANDIDATES["linear"] = linear_tile, linear_tiles
 RULES["moe_experts"], CANDIDATES["moe_experts"] = moe_experts_tile, moe_experts_tiles
+RULES["shared_down_add"], CANDIDATES["shared_down_add"] = folded_tile, folded_tiles

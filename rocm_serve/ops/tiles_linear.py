@@ -5,6 +5,9 @@ A shape: `rows`, `n` rows of the weight, `k` columns, `bytes` of the numbers mul
 VENDOR: the library that torch calls. FEW with BM 0: each row alone, BN rows of the weight and BK columns at once. FEW
 with BM: BM rows on the right of matrix instructions, inner columns cut among SPLITS programs, AHEAD of them asked for
 before the rows are there (NVIDIA). Else a program makes BM rows by BN columns of the result, BK columns at a time.
+
+Products that make their rows on the way (add_norm_linear, shared_down_add) have tiles of their own: BN rows of the
+weight, whole, in the registers of num_warps.
 """
 
 from __future__ import annotations
@@ -18,6 +21,10 @@ _PROGRAMS = 256  # that a product should have: two for each unit of an H200, nea
 _SHARED = 160 << 10  # bytes of tiles on their way in one program, at most
 _MOST_FEW_ROWS = 64
 _AHEAD = 128 << 10  # bytes that a program may ask for before its rows are there
+FOLDED_ROWS = 4  # of a step, for which every program of a product may make what it multiplies
+_MOST_LANES = 1024  # of a program
+_HELD = (16, 128)  # elements of a weight that a lane may hold: fewer are not worth a program, more do not fit
+_MADE = (8, 32)  # of a row: fewer do not lie as those of the weight, more do not fit beside them
 VENDOR: Mapping[str, int] = {"VENDOR": 1}
 
 
@@ -60,6 +67,37 @@ def linear_tiles(shape: Shape, arch: str) -> list[Tile]:
     return found
 
 
+def folded_tile(shape: Shape, arch: str) -> Tile:
+    """Give each lane 64 elements of the weight: as many loads on their way as a unit's registers hold."""
+    deep, lanes = _power(shape["k"]), _lanes(arch)
+    warps = max(1, min(8, deep // (16 * lanes)))
+    rows = max(1, min(16, 64 * lanes * warps // deep))
+    return _folded(rows, warps)
+
+
+def folded_tiles(shape: Shape, arch: str) -> list[Tile]:
+    """List tiles that may win: more rows of the weight in a program make what is multiplied less often."""
+    found = []
+    for warps in (1, 2, 4, 8, 16):
+        lanes = warps * _lanes(arch)
+        made = _power(shape["k"]) // lanes
+        if lanes <= _MOST_LANES and _MADE[0] <= made <= _MADE[1]:
+            found += [_folded(rows, warps) for rows in (1, 2, 4, 8, 16) if _HELD[0] <= rows * made <= _HELD[1]]
+    return found
+
+
+def _folded(rows: int, warps: int) -> Tile:
+    return {"BN": rows, "num_warps": warps, "num_stages": 1}
+
+
+def _power(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _lanes(arch: str) -> int:
+    return 64 if arch.startswith("gfx") else 32
+
+
 def _few_tiles(shape: Shape, *, gfx: bool) -> list[Tile]:
     rows, stages = _rows_of_tile(shape), (1, 2) if gfx else (4, 6)
     found: list[Tile] = []
@@ -81,7 +119,7 @@ def _rows_of_tile(shape: Shape) -> int:
 
 def _alone(shape: Shape, columns: int, k: int, warps: int) -> Tile:
     """Return the tile of rows alone; a row that is shorter than `k` has all of its columns at once."""
-    deep = min(k, 1 << max(shape["k"] - 1, 0).bit_length())
+    deep = min(k, _power(shape["k"]))
     return {"FEW": 1, "BM": 0, "BN": columns, "BK": deep, "SPLITS": 1, "AHEAD": 0, "num_warps": warps, "num_stages": 1}
 
 

@@ -11,15 +11,19 @@ from types import MappingProxyType
 from typing import Literal
 
 REFERENCE_ONLY = ("reference",)
+# Bound where they are wished for alone: no GPU has run them yet. Layers then run their parts.
+_UNTRIED = MappingProxyType(dict.fromkeys(("add_norm_linear", "shared_down_add"), REFERENCE_ONLY))
 
 # Best first. An op's order names providers that it may not have: PROVIDERS says which it has. The entry "*" is for ops
 # without an order of their own.
 PROVIDER_ORDER: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "cpu": MappingProxyType({"*": REFERENCE_ONLY}),
-        "gfx*": MappingProxyType({"*": ("hip", "aiter", "torch", "triton", "reference")}),
+        "gfx*": MappingProxyType({"*": ("hip", "aiter", "torch", "triton", "reference"), **_UNTRIED}),
         # Triton's tiles of linear name the library that torch calls where it is the faster one.
-        "sm_*": MappingProxyType({"*": ("torch", "triton", "reference"), "linear": ("triton", "torch", "reference")}),
+        "sm_*": MappingProxyType(
+            {"*": ("torch", "triton", "reference"), "linear": ("triton", "torch", "reference"), **_UNTRIED}
+        ),
         "*": MappingProxyType({"*": REFERENCE_ONLY}),
     }
 )
@@ -31,10 +35,12 @@ PROVIDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "add_rms_norm": ("reference", "hip", "aiter", "triton"),
         "gated_rms_norm": ("reference", "hip", "triton"),
         "linear": ("reference", "aiter", "torch", "triton"),
+        "add_norm_linear": ("reference", "triton"),
         "fp8_linear": ("reference", "aiter", "triton"),
         "silu_mul": ("reference", "triton"),
         "sigmoid_mul": ("reference", "triton"),
         "shared_expert_add": ("reference", "triton"),
+        "shared_down_add": ("reference", "triton"),
         "moe_route": ("reference", "triton"),
         "moe_experts": ("reference", "aiter", "triton"),
         "quantise_rows": ("reference", "triton"),

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from rocm_serve.tuning.case import Case
 from rocm_serve.tuning.cases_attention import attention
 from rocm_serve.tuning.cases_experts import experts, route, shared_add
+from rocm_serve.tuning.cases_folded import norm_in_product, shared_down
 from rocm_serve.tuning.cases_gdn import conv, gdn, step
 from rocm_serve.tuning.cases_linear import fp8_linear, head, linear
 from rocm_serve.tuning.cases_prompts import attention_prefill, gdn_chunk, prompt_conv
@@ -27,12 +28,14 @@ __all__ = [
     "head",
     "kv_write",
     "linear",
+    "norm_in_product",
     "norms",
     "prompt_conv",
     "qk",
     "quantise",
     "route",
     "shared_add",
+    "shared_down",
     "step",
 ]
 
@@ -44,6 +47,8 @@ _OPS = (
     (conv, "causal_conv"),
     (linear, "linear"),
     (head, "linear"),
+    (norm_in_product, "add_norm_linear"),
+    (shared_down, "shared_down_add"),
     (norms, "add_rms_norm"),
     (route, "moe_route"),
     (qk, "qk_norm_rope_kv_write"),

@@ -24,7 +24,7 @@ from rocm_serve.tuning.wish import PROMPT_ROWS, ROWS, Point, Wish, facts_words, 
 
 Say = Callable[[str], object]
 _CASES = ("experts", "attention", "step", "linear", "head", "gdn", "conv", "route", "norms") + (
-    *("attention_prefill", "gdn_chunk", "prompt_conv", "fp8_linear"),
+    *("attention_prefill", "gdn_chunk", "prompt_conv", "fp8_linear", "norm_in_product", "shared_down"),
 )
 _MOST_JOBS = 16  # each holds operands of its own on the GPU
 

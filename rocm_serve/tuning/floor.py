@@ -124,6 +124,18 @@ def qk(dims: Dims, rows: int) -> Cost:
     return Cost("qk_norm_rope_kv_write", rows * ((2 * q + 4 * kv) * BF16 + angles + 16) + 2 * dims.head_dim * BF16)
 
 
+def norm_in_product(width: int, rows: int, outputs: int) -> Cost:
+    """The sum with a residual stream, its norm and a product of that: the sum and the norm are written too."""
+    both = norm(width, rows, residual=True, op=""), linear(rows, width, outputs)
+    return Cost("add_norm_linear", sum(one.nbytes for one in both) - rows * width * BF16, bf16=both[1].bf16)
+
+
+def shared_down(width: int, inner: int, rows: int) -> Cost:
+    """Gate and up of a shared expert and the routed rows in, their sum out."""
+    product = linear(rows, inner, width)
+    return Cost("shared_down_add", product.nbytes + rows * (inner + width + 1) * BF16, bf16=product.bf16)
+
+
 def shared_add(width: int, rows: int) -> Cost:
     """Three rows and the gate's weight in, one out."""
     return Cost("shared_expert_add", (4 * rows + 1) * width * BF16, bf16=2.0 * rows * width)
@@ -170,6 +182,13 @@ def linears_of(dims: Dims) -> dict[str, tuple[int, int]]:
 _GDN = (("in_proj_qkvz", "in_proj_ba"), ("out_proj",))  # together: of the same rows, which are read once
 _FULL = (("qkv_proj",), ("o_proj",))
 _MLP = (("gate", "shared gate_up", "shared gate"), ("shared down",))
+
+
+def readers_of(dims: Dims) -> dict[str, tuple[int, int]]:
+    """Name every product of normed rows as a GPU runs it, several weights as one: (rows of the weight, columns)."""
+    weights = linears_of(dims)
+    groups = {"in_proj": _GDN[0], "qkv_proj": _FULL[0], "router and shared expert": _MLP[0]}
+    return {name: (sum(weights[one][0] for one in group), dims.hidden) for name, group in groups.items()}
 
 
 def products(dims: Dims, rows: int, groups: Sequence[Sequence[str]], op: str) -> Cost:

@@ -8,6 +8,7 @@ import msgspec
 
 from rocm_serve.checkpoint.synthetic_configs import Dims
 from rocm_serve.ops.facts import OpFacts
+from rocm_serve.ops.tiles_linear import FOLDED_ROWS
 
 # Batches that graphs are captured at, in the order in which they matter to a server.
 ROWS = (16, 64, 1, 256, 8, 32, 128, 4, 2)
@@ -89,6 +90,10 @@ def _products(count: int, linears: Iterable[str]) -> Iterator[Point]:
     yield Point("head", {"rows": count})
     for name in linears:
         yield Point("linear", {"rows": count, "name": name})
+    if count <= FOLDED_ROWS:
+        for name in ("in_proj", "qkv_proj", "router and shared expert"):
+            yield Point("norm_in_product", {"rows": count, "name": name})
+        yield Point("shared_down", {"rows": count})
 
 
 def _rest(count: int, linears: Iterable[str]) -> Iterator[Point]:

@@ -159,6 +159,34 @@ def linear(g: torch.Generator) -> list[float]:
     return found
 
 
+def add_norm_linear(g: torch.Generator) -> list[float]:
+    """Rows apart; columns and rows of the weight that fill no tile, and those that fill some."""
+    from rocm_serve.ops.add_norm_linear.cases import add_norm_linear_case
+    from rocm_serve.ops.add_norm_linear.triton import add_norm_linear as provider
+
+    found = []
+    for rows, width, n, eps, plus_one in ((1, 101, 37, 0.1, True), (3, 128, 16, 1e-6, False), (4, 128, 19, 1e-6, True)):
+        made = add_norm_linear_case(g, F32, t=rows, h=width, n=n, eps=eps, plus_one=plus_one)
+        made |= {name: wide(made[name]) for name in ("x_TH", "residual_TH", "weight_NH", "total_TH")}
+        with tiles.forced("add_norm_linear", {"BN": 8, "num_warps": 1, "num_stages": 1}):
+            found += errors("add_norm_linear", provider, made)
+    return found
+
+
+def shared_down_add(g: torch.Generator) -> list[float]:
+    """Gate, up and what opens the shared expert are pieces of one product's rows."""
+    from rocm_serve.ops.shared_down_add.cases import down_case
+    from rocm_serve.ops.shared_down_add.triton import shared_down_add as provider
+
+    found = []
+    for rows, width, n in ((1, 51, 37), (3, 64, 19), (4, 64, 16)):
+        made = down_case(g, F32, t=rows, i=width, h=n)
+        made |= {name: wide(made[name]) for name in ("routed_TH", "gate_up_TI", "gate_T1", "weight_HI")}
+        with tiles.forced("shared_down_add", {"BN": 8, "num_warps": 1, "num_stages": 1}):
+            found += errors("shared_down_add", provider, made)
+    return found
+
+
 def fp8_linear(g: torch.Generator) -> list[float]:
     from rocm_serve.ops.fp8_linear.triton import fp8_linear as provider
 
@@ -203,6 +231,8 @@ LIMITS: dict[str, float] = dict.fromkeys(
         "shared_expert_add",
         "quantise_rows",
         "linear",
+        "add_norm_linear",
+        "shared_down_add",
         "fp8_linear",
         "moe_route",
     ),

@@ -42,6 +42,13 @@ def linear(x_TK: Any, weight_NK: Any, *, out_dtype: Any) -> Outputs:
     return (torch.einsum("tk,nk->tn", x_TK.double(), weight_NK.double()),)
 
 
+def add_norm_linear(
+    x_TH: Any, residual_TH: Any, norm_weight_H: Any, weight_NH: Any, total_TH: Any, *, eps: float, plus_one: bool
+) -> Outputs:
+    normed_TH, total_TH = add_rms_norm(x_TH, residual_TH, norm_weight_H, eps=eps, plus_one=plus_one)
+    return (*linear(normed_TH, weight_NH, out_dtype=None), normed_TH, total_TH)
+
+
 def widened(weight: Any, scale: Any) -> torch.Tensor:
     """Dequantise element by element."""
     n, k = weight.shape[-2:]
@@ -88,6 +95,11 @@ def sigmoid_mul(x_TH: Any, gate: Any) -> Outputs:
 def shared_expert_add(routed_TH: Any, shared_TH: Any, x_TH: Any, gate_weight_1H: Any) -> Outputs:
     opening_T1 = sigmoid((x_TH.double() * gate_weight_1H.double()).sum(1, keepdim=True))
     return (routed_TH.double() + shared_TH.double() * opening_T1,)
+
+
+def shared_down_add(routed_TH: Any, gate_up_TI: Any, gate_T1: Any, weight_HI: Any) -> Outputs:
+    (hidden_TI,) = silu_mul(gate_up_TI)
+    return (routed_TH.double() + sigmoid(gate_T1.double()) * (hidden_TI @ weight_HI.double().T),)
 
 
 def moe_route(logits_TE: Any, *, top_k: int, renormalise: bool) -> Outputs:
@@ -351,11 +363,13 @@ ORACLES: Mapping[str, Callable[..., Outputs]] = {
     "add_rms_norm": add_rms_norm,
     "gated_rms_norm": gated_rms_norm,
     "linear": linear,
+    "add_norm_linear": add_norm_linear,
     "quantise_rows": quantise_rows,
     "fp8_linear": fp8_linear,
     "silu_mul": silu_mul,
     "sigmoid_mul": sigmoid_mul,
     "shared_expert_add": shared_expert_add,
+    "shared_down_add": shared_down_add,
     "moe_route": moe_route,
     "moe_experts": moe_experts,
     "qk_norm_rope": qk_norm_rope,

@@ -24,6 +24,8 @@ SCALARS: dict[tuple[str, str], Any] = {
     ("gated_rms_norm", "eps"): 1e-4,
     ("gated_rms_norm", "activation"): "silu",
     ("linear", "out_dtype"): None,
+    ("add_norm_linear", "eps"): 1e-4,
+    ("add_norm_linear", "plus_one"): False,
     ("fp8_linear", "activation"): "bf16",
     ("moe_route", "top_k"): 2,
     ("moe_route", "renormalise"): True,

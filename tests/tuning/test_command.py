@@ -125,12 +125,14 @@ def test_which_tiles_a_call_asks_for_is_seen_without_running_it() -> None:
     todo = [Point("experts", {"rows": 5}), Point("attention", {"rows": 3, "context": 64})]
     todo.append(Point("attention", {"rows": 3, "context": 64, "kv": "fp8"}))
     todo += [Point("attention_prefill", {"rows": 300}), Point("gdn_chunk", {"rows": 128, "count": 3})]
+    todo += [Point("norm_in_product", {"rows": 3, "name": "qkv_proj"}), Point("shared_down", {"rows": 3})]
     seen = asked_for(_wish(), todo, torch.device("meta"))
     assert (dict(seen[3])["attention_prefill"]["rows"], dict(seen[4])["gdn_chunk"]["rows"]) == (512, 4)
     assert [dict(seen[i])["attention_decode"]["bytes"] for i in (1, 2)] == [2, 1]
     kernels = {kernel: shape for asked in seen.values() for kernel, shape in asked}
     assert kernels["moe_experts"]["rows"] == 8 and kernels["moe_experts"]["h"] == 128
     assert kernels["attention_decode"]["rows"] == 4
+    assert (kernels["add_norm_linear"]["rows"], kernels["shared_down_add"]["n"]) == (4, 128)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])

@@ -18,7 +18,8 @@ from rocm_serve.layers.rotary import RotaryTable, rotary_table
 from rocm_serve.layers.weights import Weights
 from rocm_serve.models.qwen3_5.spec import ModelFacts
 from rocm_serve.ops.batch import ForwardBatch
-from rocm_serve.ops.bind import BoundOps
+from rocm_serve.ops.bind import REFERENCE, BoundOps
+from rocm_serve.ops.tiles_linear import FOLDED_ROWS
 from rocm_serve.parallel.comm import Comm
 from rocm_serve.parallel.expert_map import DRAFT_LAYER
 
@@ -37,7 +38,10 @@ def rotary_of(facts: ModelFacts, device: torch.device) -> RotaryTable:
 
 
 class DecoderLayer(nn.Module):
-    """h += mixer(norm(h)); h += mlp(norm(h)). Two sums over ranks: after the mixer and after the MLP."""
+    """h += mixer(norm(h)); h += mlp(norm(h)). Two sums over ranks: after the mixer and after the MLP.
+
+    Where a kernel is bound as add_norm_linear, each sum and norm of a few rows is part of the product that reads it.
+    """
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class DecoderLayer(nn.Module):
             )
         else:
             self.mlp = GatedMLP(weights.under("mlp"), ops, comm)
+        self._most_folded = 0 if ops.providers["add_norm_linear"].name == REFERENCE else FOLDED_ROWS
 
     def forward(self, added_TH: torch.Tensor | None, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Advance the residual stream in place; return what is still to be added to it.
@@ -101,6 +106,15 @@ class DecoderLayer(nn.Module):
         `added`: what the layer before has left to be added, or None. A norm does it on its way.
         """
         mixer = self.self_attn if self.full_attention else self.linear_attn
+        if added_TH is not None and len(hidden_TH) <= self._most_folded:
+            first, second = mixer.first_weight, self.mlp.first_weight
+            if first is not None and second is not None:
+                # a sum goes where no program still reads: to other memory, and back
+                total_TH = torch.empty_like(hidden_TH)
+                made_TN, _ = self.input_layernorm.add_into(added_TH, hidden_TH, first, total_TH)
+                mixed_TH = mixer.after_first(made_TN, batch)
+                made_TN, normed_TH = self.post_attention_layernorm.add_into(mixed_TH, total_TH, second, hidden_TH)
+                return self.mlp.after_first(made_TN, normed_TH, batch.rows_of_requests)
         normed_TH = normed(self.input_layernorm, added_TH, hidden_TH)
         normed_TH = self.post_attention_layernorm.add(mixer(normed_TH, batch), hidden_TH)
         return self.mlp(normed_TH, batch.rows_of_requests)

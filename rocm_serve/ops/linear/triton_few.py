@@ -3,6 +3,7 @@
 Two forms. One row is multiplied and added in place, by programs that have all their rows of the weight on the way
 before they wait for the row. Several rows stand on the right of matrix instructions, which take 16 of them or more
 there and need 64 on the left; the inner columns may be cut among programs, the last of which adds up their parts.
+Products that make their rows on the way (ops/add_norm_linear, ops/shared_down_add) hold whole rows of the weight.
 
 Letters: T rows, K inner, N outer; in kernels, BM rows of a tile, BN rows of a weight, BK columns at a time.
 """
@@ -150,3 +151,21 @@ def weight_left_kernel(
                 total += tl.load(parts_ptr + one * size + to, mask=stored, other=0.0, cache_modifier=".cg")
             tl.store(y_ptr + to, total.to(y_ptr.dtype.element_ty), mask=stored)
             tl.store(counter, 0)
+
+
+@triton.jit
+def whole_rows(w_ptr, w_stride, column, num_columns, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Load rows `column` of a weight [BN, BLOCK], whole: the last one where there are none, zeros behind K."""
+    at = tl.arange(0, BLOCK)
+    w_at = w_ptr + (tl.minimum(column, num_columns - 1).to(tl.int64) * w_stride)[:, None] + at[None, :]
+    if K == BLOCK:
+        w = tl.load(w_at)
+    else:
+        w = tl.load(w_at, mask=(at < K)[None, :], other=0.0)
+    return w
+
+
+@triton.jit
+def times(w, row):
+    """Multiply rows of a weight [BN, BLOCK] with one row [BLOCK], as it is rounded: float32 [BN]."""
+    return tl.sum(w.to(tl.float32) * row.to(tl.float32)[None, :], 1)
