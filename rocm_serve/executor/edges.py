@@ -1,4 +1,7 @@
-"""The residual stream from stage to stage: forward only, receives posted early, buffers never reused in flight."""
+"""The residual stream from stage to stage: forward only, receives posted early, buffers never reused in flight.
+
+Tokens go from the last stage to the first by the same two ends, over an edge of their own (newest.py).
+"""
 
 from __future__ import annotations
 
