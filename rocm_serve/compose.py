@@ -34,6 +34,7 @@ from rocm_serve.executor.heartbeat import Heartbeat
 from rocm_serve.lifeline import show_stacks_now, show_stacks_on_signal
 from rocm_serve.messages import EffectiveLimits
 from rocm_serve.models.qwen3_5.spec import parse_config
+from rocm_serve.outputs import check_folder
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform import probe
 from rocm_serve.report import curl_line, limit_lines, ready_line, start_up_lines
@@ -45,7 +46,7 @@ from rocm_serve.stop import ToldToStop
 from rocm_serve.supervisor import WORKER, Supervisor
 from rocm_serve.tokens.template import ChatTemplate
 from rocm_serve.tokens.tokenizer import Tokenizer
-from rocm_serve.trace import check_folder, tracing
+from rocm_serve.trace import tracing
 from rocm_serve.watchdog import InProcessWatch
 
 log = logging.getLogger("rocm_serve")
@@ -148,7 +149,7 @@ def prepare(config: ServeConfig, run_dir: Path, notes: tuple[str, ...] = ()) -> 
         ChatTemplate(tokenizer.chat_template, {})  # the server compiles it again, when all of this has started
     check_tags_are_seen(tokenizer, config.reasoning_parser, config.tool_call_parser)
     if config.trace is not None:
-        check_folder(config.trace)
+        check_folder("--trace", Path(config.trace))
     if config.expert_counts is not None:
         check_free(config.expert_counts)
     platform = probe.probe(config.device)

@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO, TypeVar
 
 import msgspec
-
-from rocm_serve.errors import UserError
 
 
 class StepTrace(msgspec.Struct, frozen=True, array_like=True):
@@ -60,16 +57,6 @@ def tracing(folder: str | None, name: str) -> Iterator[Callable[[StepTrace | Sta
     path.mkdir(parents=True, exist_ok=True)
     with (path / f"{name}.jsonl").open("wb") as file:
         yield trace_writer(file)
-
-
-def check_folder(folder: str) -> None:
-    """Make the folder and try to write there, before anything is started. Errors: UserError when it cannot be."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(f"--trace {folder}: {error.strerror or error}") from None
 
 
 def read_trace(path: Path, kind: type[Step]) -> list[Step]:

@@ -83,6 +83,8 @@ def test_every_command_has_help(here: Callable[..., Run], command: str) -> None:
         (["--model", "x", "--ep", "2"], ["--ep 2", "legal: 1"]),
         (["--model", "x", "--node-rank", "1"], ["--node-rank 1", "legal with --nnodes 1: 0"]),
         (["--model", "x", "--mem-fraction", "1.5"], ["--mem-fraction 1.5", "up to 1"]),
+        (["--model", "x", "--host", ""], ["--host is empty", "0.0.0.0"]),
+        (["--model", "x", "--served-model-name", ""], ["--served-model-name is empty"]),
         (["--model", "x", "--op", "linear"], ["OP=PROVIDER"]),
         (["--model", "x", "--op", "nothing=reference"], ["--op nothing", "no such op", "moe_experts"]),
         (["--model", "x", "--op", "layers.0.linear=magic"], ["linear=magic", "linear has reference"]),

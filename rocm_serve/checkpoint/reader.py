@@ -222,7 +222,9 @@ def read_index(path: Path) -> dict[str, str]:
     """
     try:
         index = msgspec.json.decode(path.read_bytes(), type=_Index)
-    except msgspec.MsgspecError as error:
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a safetensors index: {error}") from error
     return {name: sys.intern(file) for name, file in index.weight_map.items()}
 
@@ -236,7 +238,7 @@ def _parse_header(path: Path, file: str) -> dict[str, TensorInfo]:
         text = stream.read(length)
     try:
         entries = msgspec.json.decode(text, type=dict[str, _Entry])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UserError(f"{path} has a broken safetensors header: {error}") from error
     entries.pop("__metadata__", None)
     tensors = {}
@@ -258,20 +260,23 @@ def read_config(model_dir: str | Path) -> tuple[dict[str, object], dict[str, obj
     Errors: UserError for a missing or unreadable file.
     """
     path = Path(model_dir)
-    config = _read_json(path / "config.json")
+    config = read_object(path / "config.json")
     if path.is_file():
         raise UserError(f"{path} is a file; legal: a directory with config.json and *.safetensors")
     if config is None:
         raise UserError(f"{path} has no config.json; legal: a directory with config.json and *.safetensors")
-    return config, _read_json(path / "generation_config.json")
+    return config, read_object(path / "generation_config.json")
 
 
-def _read_json(path: Path) -> dict[str, object] | None:
-    if not path.is_file():
+def read_object(path: Path) -> dict[str, object] | None:
+    """Return the JSON object in a file; None where there is no such file. Errors: UserError for anything else there."""
+    if not path.exists():
         return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} does not hold a JSON object")

@@ -29,6 +29,11 @@ from rocm_serve.platform.table import PROVIDERS, fp8_activation, provider_order
 
 MAX_PAGE_SIZE = 256
 MAX_SEED = 2**63 - 1
+_NOT_EMPTY = {
+    "model": "the folder of a checkpoint",
+    "host": "an address or a name of this host; 0.0.0.0 is all of them",
+    "served_model_name": "a name",
+}
 GPU_MEM_FRACTION = 0.9  # the rest is for communicators, device graphs and the driver
 CPU_MEM_FRACTION = 0.5
 _ATTENTION = ("attention_prefill", "attention_decode")
@@ -61,8 +66,9 @@ def check_wishes(config: ServeConfig) -> None:
     if config.tp % config.ep:
         legal = ", ".join(str(ep) for ep in range(1, config.tp + 1) if config.tp % ep == 0)
         raise UserError(f"--ep {config.ep}: it does not divide --tp {config.tp}; legal: {legal}")
-    if not config.model:
-        raise UserError("--model is empty; legal: the folder of a checkpoint")
+    for field, legal in _NOT_EMPTY.items():
+        if getattr(config, field) == "":
+            raise UserError(f"{flag_name(field)} is empty; legal: {legal}")
     if config.dist_init_addr is not None:
         split_address(config.dist_init_addr)
     for name, provider in config.op.items():

@@ -6,7 +6,7 @@ import io
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -68,14 +68,30 @@ def write_report(run_dir: Path, out: Path, environ: Mapping[str, str]) -> list[s
 def _files(run_dir: Path, redactor: Redactor, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     here = {"run_dir": str(run_dir), "versions": versions(), "environment": redactor.environment(environ)}
     yield "report.json", _pretty(here)
+
+    def redacted(path: Path) -> str:
+        return _pretty(redactor.json(msgspec.json.decode(path.read_bytes())))
+
     for name in (RESOLVED, STARTED):
-        if (run_dir / name).is_file():
-            yield name, _pretty(redactor.json(msgspec.json.decode((run_dir / name).read_bytes())))
-    if (run_dir / RESOLVED).is_file():
-        resolved = msgspec.json.decode((run_dir / RESOLVED).read_bytes(), type=Resolved)
-        yield "plan.txt", redactor.text("\n".join(plan_lines(resolved)) + "\n")
+        if (run_dir / name).exists():
+            yield name, _or_why(run_dir / name, redacted)
+    if (run_dir / RESOLVED).exists():
+        yield "plan.txt", redactor.text(_or_why(run_dir / RESOLVED, _plan))
     for log in sorted((run_dir / "logs").glob("*.log")):
-        yield f"logs/{log.name}", redactor.text(_end_of(log))
+        yield f"logs/{log.name}", redactor.text(_or_why(log, _end_of))
+
+
+def _or_why(path: Path, read: Callable[[Path], str]) -> str:
+    """Say of a broken file what is wrong with it: a report is wanted most where something broke."""
+    try:
+        return read(path)
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return f"{path.name} cannot be read: {error}\n"
+
+
+def _plan(path: Path) -> str:
+    resolved = msgspec.json.decode(path.read_bytes(), type=Resolved)
+    return "\n".join(plan_lines(resolved)) + "\n"
 
 
 def _pretty(value: object) -> str:

@@ -5,13 +5,13 @@ Sizes in bytes: that of the H200 is what torch reports as total, the others are 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from rocm_serve.errors import UserError
 from rocm_serve.platform.facts import DeviceKind, Platform
 
 GIB = 1 << 30
+_MOST_GIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ def gpu_of(name: str | None, hbm_gib: float | None) -> Gpu | None:
     """
     if name is not None and name.lower() not in GPUS:
         raise UserError(f"--gpu {name}: legal: {', '.join(GPUS)}, or --hbm-gib N")
-    if hbm_gib is not None and not 0 < hbm_gib < math.inf:
-        raise UserError(f"--hbm-gib {hbm_gib:g}: legal: above 0, and no infinity")
+    if hbm_gib is not None and not 0 < hbm_gib <= _MOST_GIB:
+        raise UserError(f"--hbm-gib {hbm_gib:g}: legal: above 0, up to {_MOST_GIB}")
     if name is None:
         return None if hbm_gib is None else Gpu("GPU", "rocm", "gfx942", 304, int(hbm_gib * GIB))
     gpu = GPUS[name.lower()]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as BpeTokenizer
 
+from rocm_serve.checkpoint.reader import read_object
 from rocm_serve.errors import UserError
 
 LONG_TEXT_CHARS = 8_000  # a longer text takes more than some 10 ms, and is worth a thread
@@ -147,15 +148,7 @@ class Tokenizer:
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
     """Read tokenizer_config.json and chat_template.jinja (which wins over the field of the same name)."""
-    config: dict[str, object] = {}
-    path = directory / "tokenizer_config.json"
-    if path.is_file():
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise UserError(f"{path} does not hold a JSON object")
+    config = read_object(directory / "tokenizer_config.json") or {}
     limit = config.get("model_max_length")
     return TokenizerFiles(
         tokenizer_class=str(config.get("tokenizer_class", "PreTrainedTokenizerFast")),
@@ -177,10 +170,12 @@ def _token_text(value: object) -> str | None:
 
 def _template_text(directory: Path, field: object) -> str | None:
     path = directory / "chat_template.jinja"
-    if path.is_file():
+    if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return path.read_text(encoding="utf-8") or None
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
             raise UserError(f"{path} cannot be read as UTF-8: {error}") from error
     if isinstance(field, list):  # several named templates: [{"name": "default", "template": "..."}, ...]
         named = {entry.get("name"): entry.get("template") for entry in field if isinstance(entry, dict)}

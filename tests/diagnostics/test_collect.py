@@ -86,6 +86,22 @@ def test_a_model_that_is_gone_is_said_in_the_plan_and_stops_nothing(tmp_path: Pa
     assert line.startswith("no plan: gone")
 
 
+@pytest.mark.parametrize(
+    "broken", [b"", b'{"a": "\xff"}', b'{"tp": 1}', b"[" * 100_000], ids=["empty", "bytes", "old", "deep"]
+)
+def test_a_broken_file_is_said_in_its_place_and_the_rest_is_packed(tmp_path: Path, broken: bytes) -> None:
+    """A full disk, a killed process, a run of another version."""
+    (tmp_path / "logs" / "rank-1.log").mkdir(parents=True)
+    (tmp_path / "logs" / "rank-0.log").write_bytes(b"the end\xff\n")
+    (tmp_path / "resolved.json").write_bytes(broken)
+    (tmp_path / "started.json").write_bytes(broken)
+    write_report(tmp_path, tmp_path / "out.tar.gz", {})
+    files = files_of(tmp_path / "out.tar.gz")
+    assert files["logs/rank-0.log"].startswith("the end")
+    assert files["logs/rank-1.log"].startswith("rank-1.log cannot be read: ")
+    assert files["plan.txt"].startswith("resolved.json cannot be read: ")
+
+
 def test_a_long_log_keeps_its_end(tmp_path: Path) -> None:
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "a.log").write_bytes(b"x" * (MOST_OF_A_LOG + 10) + b"\nthe end\n")

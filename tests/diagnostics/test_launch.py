@@ -274,5 +274,6 @@ def test_gpus_are_found_by_name_or_size() -> None:
         gpu_of("mi999", None)
     with pytest.raises(UserError, match="--hbm-gib 0: legal: above 0"):
         gpu_of(None, 0.0)
-    with pytest.raises(UserError, match="--hbm-gib inf: legal: above 0, and no infinity"):
-        gpu_of(None, float("inf"))
+    for size in (float("inf"), float("nan"), 1e300):
+        with pytest.raises(UserError, match="legal: above 0, up to 1048576"):
+            gpu_of("mi300x", size)

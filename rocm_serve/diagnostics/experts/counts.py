@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from rocm_serve.errors import UserError
+from rocm_serve.outputs import check_file
 from rocm_serve.parallel.expert_map import DRAFT_LAYER
 from rocm_serve.parallel.expert_placement import MoeShape, read_versioned
 
@@ -77,8 +77,7 @@ def file_of_rank(path: str | Path, rank: int) -> Path:
 def check_free(path: str | Path) -> None:
     """Refuse a name that cannot be written to, or that files of an earlier run have. Errors: UserError."""
     path = Path(path)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UserError(f"--expert-counts {path}: legal: a file in a folder that is there and can be written to")
+    check_file("--expert-counts", path)
     there = _of_ranks(path)
     if there:
         raise UserError(
