@@ -106,7 +106,7 @@ class LoadedStage:
         return StageRunner(*parts, drafter, decode, upload, newest_S, Fetch(self.device), prompts, self.plans_ahead)
 
     def prompt_steps(self, cache: StageCache, num_slots: int, recorder: graphs.Recorder) -> PromptSteps | None:
-        """Make the steps with rows of one prompt, None where there are none. Sizes are the same without graphs."""
+        """Make the steps with rows of prompts, None where there are none. Sizes are the same without graphs."""
         resolved = self.resolved
         rows = prompt_sizes(memory.prompt_rows(resolved))
         if not rows or graphs.prompt_refusal(self.ops.providers) is not None:
@@ -116,6 +116,7 @@ class LoadedStage:
             cache,
             decodes=tuple(sorted({min(count, num_slots) for count in memory.prompt_counts(resolved)})),
             rows=rows,
+            prompts=min(memory.prompt_sequences(resolved), num_slots),
             captured=resolved.graph_max_batch > 0,
             recorder=recorder,
             max_model_len=resolved.max_model_len,

@@ -14,7 +14,7 @@ from rocm_serve.checkpoint.reader import CheckpointReader, read_config
 from rocm_serve.config.experts import expert_plan
 from rocm_serve.config.load import environment
 from rocm_serve.config.schema import Resolved
-from rocm_serve.executor import memory
+from rocm_serve.executor import memory, step_memory
 from rocm_serve.executor.binding import Wishes, check_same, op_facts, settle
 from rocm_serve.executor.device import MODEL_DTYPES, arch_of, device_of, dialect_of
 from rocm_serve.executor.experts import build_exchanges
@@ -65,12 +65,13 @@ def load_stage_model(
     formats = ConfigFormats(facts) if reader is None else stage_catalogue(reader, facts, coord, mtp=drafts)
     params = stage_params(facts, coord, formats=formats, mtp=drafts, experts=plan)
     weights = memory.weight_bytes(params, coord, resolved)
-    step = memory.step_bytes(params, facts, coord, resolved)
-    caches = memory.bytes_for_caches(coord.rank, allowed, weights, step, held=held)
+    step = memory.step_bytes(params, facts, coord, resolved)  # as far as wishes tell
+    memory.bytes_for_caches(coord.rank, allowed, weights, step, held=held)
     ops = _bind(facts, params, coord, resolved, device, board, table, moved)
-    memory.check_preparation(
-        coord.rank, allowed, weights, memory.preparation_bytes(params, coord, resolved, ops.preparing)
-    )
+    step = memory.step_bytes(params, facts, coord, resolved, counted=_counted(ops, device))
+    caches = memory.bytes_for_caches(coord.rank, allowed, weights, step, held=held)
+    preparing = memory.preparation_bytes(params, coord, resolved, ops.preparing)
+    memory.check_preparation(coord.rank, allowed, weights, preparing)
     fp8 = FP8_DTYPES[dialect := dialect_of(device)]
     if fp8 is not FN and any(param.dtype == "fp8" for param in params.values()):
         log.info("rank %d: FP8 weights are turned from e4m3fn into e4m3%s as they are read", coord.rank, dialect)
@@ -88,13 +89,16 @@ def load_stage_model(
     )
     _fill(reader, facts, coord, params, dict(model.named_parameters()), resolved.seed, moved)
     model.prepare()
-    log.info(
-        "rank %d: weights %s, one step up to %s, %s left for caches",
-        *(coord.rank, memory.human(weights), memory.human(step), memory.human(caches)),
-    )
+    sizes = map(memory.human, (weights, step, caches))
+    log.info("rank %d: weights %s, one step up to %s, %s left for caches", coord.rank, *sizes)
     held = sum(tensor.nbytes for tensor in model.state_dict().values())
     parts = (resolved, coord, facts, model, ops, comm, device, dtype, weights, held, caches, experts)
-    return LoadedStage(*parts, memory.graph_bytes(params, facts, coord, resolved))
+    return LoadedStage(*parts, memory.graph_bytes(params, facts, coord, resolved, counted=_counted(ops, device)))
+
+
+def _counted(ops: BoundOps, device: torch.device) -> bool:
+    """Whether it is known what every op that was bound holds for a step."""
+    return device.type != "cpu" and step_memory.counted((line.op, line.provider) for line in ops.report)
 
 
 def _bind(

@@ -18,7 +18,7 @@ from rocm_serve.config.load import FIELDS, flag_name
 from rocm_serve.config.resolve import check_total_tokens
 from rocm_serve.config.schema import PlanAheadName, Resolved
 from rocm_serve.errors import UserError
-from rocm_serve.executor import experts_memory
+from rocm_serve.executor import experts_memory, step_memory
 from rocm_serve.messages import EffectiveLimits, WorkerLoaded, WorkerReady
 from rocm_serve.models.qwen3_5.spec import ModelFacts, stage_layers
 from rocm_serve.ops.comm import AITER_MAX_BYTES, AITER_STAGING_BUFFERS
@@ -27,7 +27,7 @@ from rocm_serve.parallel.layout import Param, bytes_at, shape_at
 from rocm_serve.parallel.mesh import Coord, Mesh
 
 CPU_ROW_MULTIPLE = 32  # with rows padded to this, CPU GEMMs give a row the same bits in every batch
-SCORED_ROWS = 256  # prompt rows whose logits exist at one time (sampler.SLICE_ROWS)
+SCORED_ROWS = 256  # prompt rows whose logits exist at one time (vocab_shard.SLICE_ROWS)
 
 # Estimates of what lies outside torch's allocator; nothing but a GPU can tell. Per channel and connection NCCL and RCCL
 # hold a Simple buffer (NCCL_BUFFSIZE, 4 MiB) and those of LL and LL128 (about 2 MiB); four connections a channel stand
@@ -79,31 +79,86 @@ def weight_bytes(params: Mapping[str, Param], coord: Coord, resolved: Resolved) 
     return sum(bytes_at(p, coord.place, model_itemsize=itemsize) for p in params.values())
 
 
-def step_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
-    """Bound the memory that one step holds beside weights and caches.
+def step_bytes(
+    params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved, *, counted: bool | None = None
+) -> int:
+    """Bound the memory that one step holds beside weights and caches, and that its inputs take between steps.
 
-    Rows: `chunked_prefill_size` of them, each with a few streams of the hidden size and the widest inner layer in
-    float32, or what the routed experts take if that is more. The last stage adds the logits of every running request
-    and of one slice of scored prompt rows, with the copies that sorting them takes. In bfloat16 the CPU's linear layers
-    hold one weight in float32. Rows on their way to experts come on top, keys copied from their pages, and rows between
-    stages: `pp + 1` messages that leave, `pp` that were asked for.
+    `counted`: whether Triton's kernels run the layers, None as far as wishes tell.
     """
-    shapes = {name: shape_at(p, coord.place) for name, p in params.items() if not name.endswith("embed_tokens.weight")}
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) >= 2}
+    return work_bytes(params, facts, coord, resolved, counted=counted) + inputs_bytes(facts, coord, resolved)
+
+
+def work_bytes(
+    params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved, *, counted: bool | None = None
+) -> int:
+    """Bound what a step holds while it runs.
+
+    The last stage has the logits of every running request and of one slice of scored prompt rows, with the copies that
+    sorting them takes. Rows on their way to experts come on top, and rows between stages: `pp + 1` messages that leave,
+    `pp` that were asked for.
+    """
     rows = step_rows(resolved)
-    experts = experts_memory.step_workspace(params, facts, coord.place, resolved, rows, row_multiple(resolved))
-    streams = rows * chunk.row_bytes(0, facts)
-    inner = max(rows * chunk.row_bytes(chunk.widest(params, coord.place), facts) - streams, experts)
-    total = streams + inner + experts_memory.step_staging(params, facts, resolved, rows)
-    total += copied_keys_bytes(facts, coord, resolved)
-    if coord.last_stage:
-        vocab_local = -(-facts.vocab_size // coord.mesh.tp)
-        total += (3 * padded(decode_rows(resolved), CPU_ROW_MULTIPLE) + 2 * SCORED_ROWS) * vocab_local * 4
-    if resolved.device == "cpu" and resolved.dtype == "bfloat16":
-        total += 4 * max((prod(shape[-2:]) for shape in matrices.values()), default=0)
+    logits = 3 * padded(decode_rows(resolved), CPU_ROW_MULTIPLE) + 2 * SCORED_ROWS if coord.last_stage else 0
+    of_layers = step_memory.counted_before_binding(resolved) if counted is None else counted
+    total = (_counted_bytes if of_layers else _bounded_bytes)(params, facts, coord, resolved, rows, logits)
+    total += experts_memory.step_staging(params, facts, resolved, rows)
     pp = coord.mesh.pp
     messages = (0 if coord.last_stage else pp + 1) + (0 if coord.first_stage else pp)
     return total + messages * rows * facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
+
+
+def _counted_bytes(
+    params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved, rows: int, logits: int
+) -> int:
+    """Take what is there at one time: the streams, and the most of attention or delta rule, experts and head."""
+    experts = experts_memory.step_workspace(params, facts, coord.place, resolved, rows, row_multiple(resolved))
+    copied = copied_keys_bytes(facts, coord, resolved)
+    parts = (
+        step_memory.mixer_bytes(params, layout_of(facts, coord, resolved), coord.place, resolved, rows, copied),
+        step_memory.mlp_bytes(params, coord.place, resolved, rows) + experts,
+        step_memory.head_bytes(facts, coord.mesh.tp, resolved, logits) if coord.last_stage else 0,
+    )
+    return int(step_memory.SLACK * (step_memory.streams_bytes(facts, resolved, rows) + max(parts)))
+
+
+def _bounded_bytes(
+    params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved, rows: int, logits: int
+) -> int:
+    """Take for each row a few streams of the hidden size and the widest inner layer in float32, whoever computes it.
+
+    Or what the routed experts take if that is more; logits and copied keys on top. In bfloat16 the CPU's linear layers
+    hold one weight in float32.
+    """
+    experts = experts_memory.step_workspace(params, facts, coord.place, resolved, rows, row_multiple(resolved))
+    streams = rows * chunk.row_bytes(0, facts)
+    inner = max(rows * chunk.row_bytes(chunk.widest(params, coord.place), facts) - streams, experts)
+    total = streams + inner + copied_keys_bytes(facts, coord, resolved)
+    total += logits * -(-facts.vocab_size // coord.mesh.tp) * 4
+    if resolved.device == "cpu" and resolved.dtype == "bfloat16":
+        inner_params = (p for name, p in params.items() if not name.endswith("embed_tokens.weight"))
+        shapes = (shape_at(p, coord.place) for p in inner_params)
+        total += 4 * max((prod(shape[-2:]) for shape in shapes if len(shape) >= 2), default=0)
+    return total
+
+
+def inputs_bytes(facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
+    """Bound what the inputs of steps of fixed sizes take, on a GPU."""
+    if resolved.device == "cpu":
+        return 0
+    ahead = resolved.draft_tokens
+    most = min(resolved.graph_max_batch or graphs.AUTO_MOST, resolved.max_running_requests)
+    verified = verified_sizes(most, ahead)[-1] * (1 + ahead) if ahead else 0
+    beside, rows = prompt_counts(resolved)[-1], prompt_rows(resolved)
+    return step_memory.inputs_bytes(
+        facts,
+        coord,
+        resolved,
+        decodes=most,
+        rows=max(most, verified),
+        prompt_rows=rows + beside if rows else 0,
+        sequences=prompt_sequences(resolved) + beside if rows else 0,
+    )
 
 
 def copied_keys_bytes(facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
@@ -179,7 +234,9 @@ def summing_bytes(resolved: Resolved) -> int:
     return AITER_STAGING_BUFFERS * AITER_MAX_BYTES if resolved.all_reduce == "aiter" else 0
 
 
-def graph_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
+def graph_bytes(
+    params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved, *, counted: bool | None = None
+) -> int:
     """Estimate device graphs of steps of fixed sizes: one pool for the largest, what each leaves, and their nodes.
 
     Steps of all sizes share the pool, but what a step leaves behind (logits, or rows for the next stage) has its own.
@@ -197,27 +254,32 @@ def graph_bytes(params: Mapping[str, Param], facts: ModelFacts, coord: Coord, re
     left = facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
     if coord.last_stage:
         left += 4 * -(-facts.vocab_size // coord.mesh.tp)
-    prompts = [
-        many + count for count in prompt_counts(resolved) for many in graphs.prompt_sizes(prompt_rows(resolved))
-    ]  # their logits are computed outside
-    largest_step = step_bytes(params, facts, coord, decode)
-    if prompts:
-        beside = max(1, prompt_counts(resolved)[-1])
+    counts, several = prompt_counts(resolved), prompt_sequences(resolved)
+    kinds = counts + counts[-1:] * (several > 1)
+    prompts = [many + count for count in kinds for many in graphs.prompt_sizes(prompt_rows(resolved))]
+    largest_step = work_bytes(params, facts, coord, decode, counted=counted)
+    if prompts:  # their logits are computed outside
+        beside = max(several, counts[-1])
         one = msgspec.structs.replace(resolved, chunked_prefill_size=prompt_rows(resolved), max_running_requests=beside)
-        largest_step = max(largest_step, step_bytes(params, facts, coord, one))
+        largest_step = max(largest_step, work_bytes(params, facts, coord, one, counted=counted))
     held = sum(rows) * left + sum(prompts) * facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
     return largest_step + held + (len(rows) + len(prompts)) * nodes * GRAPH_NODE_BYTES
 
 
 def prompt_rows(resolved: Resolved) -> int:
-    """Return the most rows of a prompt in a step of fixed size; 0: there are no such steps."""
+    """Return the most rows of prompts in a step of fixed size; 0: there are no such steps."""
     if resolved.device == "cpu":
         return 0
     return min(graphs.PROMPT_ROWS, resolved.chunked_prefill_size, resolved.max_model_len)
 
 
+def prompt_sequences(resolved: Resolved) -> int:
+    """Return the most prompts in a step of fixed size."""
+    return min(graphs.PROMPTS, resolved.max_running_requests)
+
+
 def prompt_counts(resolved: Resolved) -> tuple[int, ...]:
-    """Return the sizes of what decodes beside such a prompt. Padding there would be counted among experts' rows."""
+    """Return the sizes of what decodes beside prompts there. Padding there would be counted among experts' rows."""
     return (0,) if resolved.expert_counts else (0, min(graphs.PROMPT_DECODES, resolved.max_running_requests))
 
 

@@ -14,6 +14,7 @@ Shape = Mapping[str, int]
 
 KEY_UNIT = 128  # the copied keys of a sequence are padded to a multiple of it: whole blocks of every tile
 _UNITS = {"sm_90": 132, "gfx942": 304, "gfx950": 256}  # of a card; one tile fills one
+MOST_UNITS = max(_UNITS.values())
 _LEAST_KEYS, _MOST_SPLITS = 512, 64  # of a split; of a sequence
 KEYS_AT_A_TIME = 1 << 17  # copied before the sequences that own them are attended to, unless one alone has more
 

@@ -22,6 +22,7 @@ PURE_MODULES = [
     "executor.api",
     "executor.memory",
     "executor.experts_memory",
+    "executor.step_memory",
     "executor.multiproc",
     "parallel.layout",
     "parallel.mesh",

@@ -15,7 +15,7 @@ from rocm_serve.cache.allocate import KV_DTYPES, allocate_stage_cache, cache_byt
 from rocm_serve.checkpoint.synthetic_configs import DIMS, model_config
 from rocm_serve.config import graphs
 from rocm_serve.errors import UserError
-from rocm_serve.executor import memory, sampler
+from rocm_serve.executor import memory, vocab_shard
 from rocm_serve.executor.memory import bytes_for_caches, cpu_memory, effective_limits, layout_of, page_bytes, slot_bytes
 from rocm_serve.messages import EffectiveLimits, WorkerLoaded, WorkerReady
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, parse_config, stage_params
@@ -172,7 +172,7 @@ def test_a_longer_step_and_more_requests_never_cost_less() -> None:
 
 
 def test_the_budget_counts_the_slices_that_the_sampler_makes() -> None:
-    assert memory.SCORED_ROWS == sampler.SLICE_ROWS
+    assert memory.SCORED_ROWS == vocab_shard.SLICE_ROWS
 
 
 def test_preparation_takes_the_largest_group_of_weights_that_a_provider_lays_out() -> None:
@@ -229,7 +229,7 @@ def test_graphs_cost_a_step_of_the_largest_batch_and_what_every_size_leaves(
         wish = resolved(
             tp=tp, pp=pp, device="rocm", dtype="bfloat16", max_running_requests=most, chunked_prefill_size=rows
         )
-        return memory.step_bytes(params, facts(), coord, wish)
+        return memory.work_bytes(params, facts(), coord, wish)
 
     def pool(most: int) -> int:
         """Of steps that decode, and of the 64 rows of a prompt beside 64 that decode, whichever is larger."""
