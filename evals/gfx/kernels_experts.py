@@ -35,9 +35,10 @@ def _few(*, direct: int, fused: int, splits: int, up: int = 128, down: int = 128
 
 def _many(bm: int, short: int = 0, **changes: int) -> tiles.Tile:
     """Return a tile of triton_grouped.py."""
-    tile = {"FEW": 0, "BM": bm, "UP_HALVES": 0, "DOWN_HELD": 0, "DOWN_RUN": 1}
+    tile = {"FEW": 0, "BM": bm, "TILED": 0, "DOWN_HELD": 0, "DOWN_RUN": 1, "DOWN_PROGRAMS": 0}
     for part in ("UP", "DOWN"):
         tile |= {f"{part}_WARPS": 4, f"{part}_STAGES": 2, f"{part}_DESC": 0, f"{part}_SHORT": short}
+        tile |= {f"{part}_HALVES": 0, f"{part}_REGS": 0}
     return tile | changes
 
 
@@ -100,6 +101,7 @@ _EXCEPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "quantise_rows_kernel": {"wide_stores": "a lane that loads 16 bytes of bf16 has 8 bytes of FP8"},
         "gate_up_kernel": {"wide_stores": _MATRIX},
         "down_kernel": {"wide_stores": _MATRIX},
+        "down_in_turn_kernel": {"wide_stores": _MATRIX},
         "few_gate_up_kernel": {
             "wide_stores": "16 rows of 128 columns are shared by all lanes: 8 bytes of FP8 for each"
         },
@@ -124,7 +126,7 @@ def _kernels(tile: tiles.Tile, *, quantised: bool) -> tuple[str, ...]:
             "add_up_counts_kernel",
             "place_choices_kernel",
             "gate_up_kernel",
-            "down_kernel",
+            "down_in_turn_kernel" if tile["DOWN_PROGRAMS"] else "down_kernel",
             "combine_kernel",
         )
         return (*(("quantise_rows_kernel",) if quantised else ()), *several)
@@ -137,7 +139,9 @@ def _kernels(tile: tiles.Tile, *, quantised: bool) -> tuple[str, ...]:
     return (*first, *up, *down)
 
 
-_PRODUCTS = ("gate_up_kernel", "down_kernel", "few_gate_up_kernel", "few_partial_kernel", "few_down_kernel")
+_PRODUCTS = ("gate_up_kernel", "down_kernel", "down_in_turn_kernel") + (
+    *("few_gate_up_kernel", "few_partial_kernel", "few_down_kernel"),
+)
 
 
 def _trial(case: str, tile: tiles.Tile, activation: str | None, build: Build, *, real: bool = False) -> Trial:
@@ -195,6 +199,18 @@ TRIALS: tuple[Trial, ...] = (
             partial(_experts, rows=50, h=128, i=128, e=2, k=2, activation=a),
         )
         for a in _ACTIVATIONS
+    ),
+    _trial(
+        "in turn, width 192",
+        _many(16, TILED=1, DOWN_PROGRAMS=3, DOWN_HALVES=1),
+        "fp8_1x128",
+        partial(_experts, rows=5, h=160, i=192, e=3, k=2, activation="fp8_1x128"),
+    ),
+    _trial(
+        "in the order of tiles",
+        _many(32, short=1, TILED=1, DOWN_HELD=1, DOWN_HALVES=1, UP_REGS=1, DOWN_REGS=1),
+        "fp8_1x128",
+        partial(_experts, rows=20, h=128, i=128, e=2, k=2, activation="fp8_1x128"),
     ),
     _trial(
         "a count on the device",

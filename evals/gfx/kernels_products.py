@@ -151,6 +151,7 @@ _EXCEPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "wide_stores": "512 columns of one row are stored by all lanes that multiplied 2048"
         },
         "fp8_linear_kernel": {"wide_stores": _MATRIX},
+        "fp8_rows_kernel": {"wide_stores": _MATRIX},
         "linear_kernel": {"wide_stores": _MATRIX},
         "one_row_kernel": {"wide_stores": _COLUMNS},
         "add_norm_linear_kernel": {"wide_stores": _COLUMNS},
@@ -170,7 +171,7 @@ def _trial(
     exceptions = {f"{kernel}:{check}": why for kernel in kernels for check, why in _EXCEPTIONS.get(kernel, {}).items()}
     if odd:
         exceptions |= {"wide_loads": _ODD, "wide_stores": _ODD}
-    products = tuple(k for k in kernels if k == "fp8_linear_kernel") if fp8 else ()
+    products = tuple(k for k in kernels if k in ("fp8_linear_kernel", "fp8_rows_kernel")) if fp8 else ()
     return Trial(
         op=op,
         provider="triton",
@@ -187,17 +188,30 @@ def _few(case: str, tile: tiles.Tile, build: Build, *, real: bool = False) -> Tr
     """A product of few rows, forced to a tile."""
     kernel = "weight_left_kernel" if tile["BM"] else "one_row_kernel"
     trial = _trial("linear", f"{case}, {'in parts' if tile['SPLITS'] > 1 else 'few'}", build, kernel, real=real)
-    return replace(trial, call=partial(_forced, tile))
+    return replace(trial, call=partial(_forced, "linear", tile))
 
 
-def _forced(tile: tiles.Tile, function: OpFunction, arguments: Arguments) -> Outputs:
-    with tiles.forced("linear", tile):
+def _fp8_rows(case: str, tile: tiles.Tile, build: Build, *, real: bool = False) -> Trial:
+    """A product of many quantised rows, forced to a tile."""
+    kernels = ("quantise_rows_kernel", "fp8_rows_kernel")
+    trial = _trial("fp8_linear", f"{case}, many", build, *kernels, fp8=True, real=real)
+    return replace(trial, call=partial(_forced, "fp8_linear", tile))
+
+
+def _forced(kernel: str, tile: tiles.Tile, function: OpFunction, arguments: Arguments) -> Outputs:
+    with tiles.forced(kernel, tile):
         return (function(**arguments),)
 
 
 def _tile(rows: int, columns: int, k: int, splits: int) -> tiles.Tile:
     sizes = {"BM": rows, "BN": columns, "BK": k, "SPLITS": splits}
     return {"FEW": 1, **sizes, "AHEAD": 0, "num_warps": 4 if rows == 0 else 2, "num_stages": 1 if rows == 0 else 2}
+
+
+def _many(rows: int, columns: int, parts: int, **changes: int) -> tiles.Tile:
+    """Return a tile of fp8_linear/triton_rows.py."""
+    tile = {"MANY": 1, "BM": rows, "BN": columns, "BK": 128, "PARTS": parts, "GROUP": 2, "PROGRAMS": 0}
+    return tile | {"DESC": 0, "REGS": 0, "num_warps": 4, "num_stages": 2} | changes
 
 
 def _fp8_trial(case: str, activation: str, build: Build, **other: bool) -> Trial:
@@ -288,6 +302,18 @@ TRIALS: tuple[Trial, ...] = (
         _fp8_trial(f"{t} x 8192 x 2560", a, partial(_real_fp8_linear, rows=t, activation=a), real=True)
         for a in _ACTIVATIONS
         for t in (1, 20, 60, 300)
+    ),
+    _fp8_rows(
+        "37 x 256 x 144",
+        _many(16, 64, 2, PROGRAMS=3, REGS=1),
+        partial(_fp8_linear, rows=37, k=256, n=144, activation="fp8_1x128"),
+    ),
+    _fp8_rows("19 x 208 x 256", _many(16, 64, 4), partial(_fp8_linear, rows=19, k=208, n=256, activation="fp8_1x128")),
+    _fp8_rows(
+        "300 x 8192 x 2560",
+        _many(128, 128, 1, GROUP=8, num_warps=8),
+        partial(_real_fp8_linear, rows=300, activation="fp8_1x128"),
+        real=True,
     ),
     _trial("quantise_rows", "5 x 304", partial(_quantise, rows=5, width=304), "quantise_rows_kernel"),
     _trial("moe_route", "3 x 27", partial(_route, rows=3, experts=27, top_k=5), "moe_route_kernel", odd=True),

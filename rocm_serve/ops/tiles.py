@@ -18,6 +18,7 @@ import msgspec
 
 from rocm_serve.config.load import environment
 from rocm_serve.ops.tiles_attention import attention_decode_tile, attention_decode_tiles
+from rocm_serve.ops.tiles_fp8 import fp8_linear_tile, fp8_linear_tiles
 from rocm_serve.ops.tiles_gdn import (
     gdn_chunk_tile,
     gdn_chunk_tiles,
@@ -148,6 +149,7 @@ _watching: list[tuple[str, dict[str, int]]] | None = None
 RULES["add_norm_linear"], CANDIDATES["add_norm_linear"] = folded_tile, folded_tiles
 RULES["attention_decode"], CANDIDATES["attention_decode"] = attention_decode_tile, attention_decode_tiles
 RULES["attention_prefill"], CANDIDATES["attention_prefill"] = attention_prefill_tile, attention_prefill_tiles
+RULES["fp8_linear"], CANDIDATES["fp8_linear"] = fp8_linear_tile, fp8_linear_tiles
 RULES["gdn_chunk"], CANDIDATES["gdn_chunk"] = gdn_chunk_tile, gdn_chunk_tiles
 RULES["gdn_scan"], CANDIDATES["gdn_scan"] = gdn_scan_tile, gdn_tiles
 RULES["gdn_decode"], CANDIDATES["gdn_decode"] = gdn_decode_tile, gdn_tiles

@@ -103,9 +103,9 @@ def _triton(op: str, facts: OpFacts) -> list[ShapeTuning]:
     if op in ("gdn_step", "gdn_decode", "gdn_chunk"):
         heads, k, v = facts.value_heads, facts.key_dim, facts.value_dim
         return [ShapeTuning(f"{heads} heads of {k} and {v}", rows(heads=heads, k=k, v=v))]
-    if op == "linear":
-        plain = [shape for shape in facts.linears if not shape.fp8]
-        return [ShapeTuning(f"[{one.rows}, {one.columns}]", rows(k=one.columns, n=one.rows)) for one in plain]
+    if op in ("linear", "fp8_linear"):
+        own = [shape for shape in facts.linears if shape.fp8 == (op == "fp8_linear")]
+        return [ShapeTuning(f"[{one.rows}, {one.columns}]", rows(k=one.columns, n=one.rows)) for one in own]
     return []
 
 

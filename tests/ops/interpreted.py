@@ -199,6 +199,27 @@ def fp8_linear(g: torch.Generator) -> list[float]:
     return found
 
 
+def fp8_linear_in_tiles(g: torch.Generator) -> list[float] | str:
+    """More tiles of rows than are side by side, a program for each and few programs; blocks and rows that are cut."""
+    from rocm_serve.ops.fp8_linear.triton import fp8_linear as provider
+
+    found = []
+    tile = {"MANY": 1, "BM": 16, "BK": 128, "DESC": 0, "REGS": 1, "num_warps": 4, "num_stages": 1}
+    for (t, k, n), sizes in (
+        ((37, 200, 130), {"BN": 64, "PARTS": 2, "GROUP": 2, "PROGRAMS": 0}),
+        ((17, 256, 384), {"BN": 64, "PARTS": 4, "GROUP": 8, "PROGRAMS": 3}),
+        ((5, 128, 128), {"BN": 128, "PARTS": 1, "GROUP": 1, "PROGRAMS": 9}),
+    ):
+        weight, scale = block_fp8(g, n, k, scale=k**-0.5)
+        made = {"weight_NK": weight, "scale": scale, "x_TK": wide(exact_rows(g, t, k)), "activation": "fp8_1x128"}
+        with tiles.forced("fp8_linear", tile | sizes):
+            found += errors("fp8_linear", provider, made)
+            none = provider(**made | {"x_TK": made["x_TK"][:0]})
+        if none.shape != (0, n):
+            return f"no rows give {tuple(none.shape)}"
+    return found
+
+
 def moe_route(g: torch.Generator) -> list[float] | str:
     from rocm_serve.ops.moe_route.triton import moe_route as provider
 
@@ -234,6 +255,7 @@ LIMITS: dict[str, float] = dict.fromkeys(
         "add_norm_linear",
         "shared_down_add",
         "fp8_linear",
+        "fp8_linear_in_tiles",
         "moe_route",
     ),
     2e-6,

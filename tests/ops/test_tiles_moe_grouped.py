@@ -5,9 +5,11 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 
 from rocm_serve.executor.experts_memory import RETURNED_BYTES, workspace_bytes
 from rocm_serve.ops import tiles
+from rocm_serve.ops.moe_experts.cases import CASES
 from rocm_serve.ops.tiles_moe import MOST_FEW_ROWS
 from rocm_serve.ops.tiles_moe_grouped import BN, deep_of
 from tests.ops.test_tiles_moe import SHAPES, SHARED_MEMORY
@@ -44,6 +46,19 @@ def test_what_is_tried_fits_and_is_tried_once(name: str, rows: int, arch: str, b
         assert not tile["DOWN_PROGRAMS"] or (tile["TILED"] and not tile["DOWN_HELD"] and not tile["DOWN_SHORT"])
         assert not (tile["UP_REGS"] or tile["DOWN_REGS"]) or bits == 8, "rows of bytes are FP8"
         assert max(held(tile, part, shape, arch) for part in ("UP", "DOWN")) <= SHARED_MEMORY[arch], tile
+
+
+def test_cases_of_the_op_reach_these_kernels() -> None:
+    for name in ("many rows", "many rows, fp8 weights and rows"):
+        made = CASES[name](torch.Generator().manual_seed(0), torch.bfloat16)
+        ids, w2 = made["ids_Tk"], made["w2_EHI"]
+        assert isinstance(ids, torch.Tensor) and isinstance(w2, torch.Tensor)
+        (rows, k), (e, h, i) = ids.shape, w2.shape
+        for arch in SHARED_MEMORY:
+            tile = tiles.by_rule("moe_experts", {"rows": rows, "k": k, "e": e, "h": h, "i": i, "bits": 8}, arch)
+            assert not tile["FEW"]
+        counts = [int((ids == expert).sum()) for expert in range(-1, e)]
+        assert counts[0] > 0 and counts[1:3] == [0, 0] and counts[-1] == rows
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -52,7 +52,7 @@ def test_each_shape_says_for_which_rows(aiter: Path) -> None:
     (experts,) = shape_tunings("moe_experts", "aiter", mi300x(), aiter)
     assert experts == ShapeTuning("6 experts, 2 a row, 128 x 128", ())
     assert shape_tunings("rms_norm", "aiter", mi300x(TUNED)) == []
-    assert shape_tunings("fp8_linear", "triton", mi300x(TUNED)) == []
+    assert shape_tunings("fp8_linear", "triton", mi300x(TUNED, PLAIN)) == [ShapeTuning("[128, 256]", ())]
 
 
 def test_without_aiter_or_without_sizes_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""The matrix product with a block-FP8 weight, in Triton. Letters: T rows, K inner, N outer."""
+"""The matrix product with a block-FP8 weight, in Triton. Letters: T rows, K inner, N outer.
+
+Two forms: one for all rows, and one for many quantised rows (triton_rows.py). ops/tiles_fp8.py chooses.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from rocm_serve.ops import tiles
 from rocm_serve.ops.fp8 import BLOCK
-from rocm_serve.ops.triton_common.triton import arch, dot_dtype, product, product_tile, quantise_rows, rows_of
+from rocm_serve.ops.fp8_linear.triton_rows import many_rows
+from rocm_serve.ops.triton_common.triton import arch, dot_dtype, product, quantise_rows, rows_of
 
 _BLOCK = tl.constexpr(BLOCK)
+_FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e4m3fnuz: tl.float8e4b8}
 
 
 def fp8_linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, scale: torch.Tensor, *, activation: str) -> torch.Tensor:
@@ -17,7 +23,8 @@ def fp8_linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, scale: torch.Tensor,
 
     Shapes: x [T, K], weight FP8 [N, K], scale fp32 [ceil(N / 128), ceil(K / 128)] -> [T, N], dtype of x.
     Errors: ValueError for an activation other than "bf16" and "fp8_1x128".
-    Numerics: as the reference.
+    Numerics: as the reference. For many rows tuning may choose FP8 instructions on sm_90, which keep some 14 bits of a
+    sum of 128 products (docs/numerics.md); by rule rows meet the weight as bf16 there.
     """
     if activation not in ("bf16", "fp8_1x128"):
         raise ValueError(f"fp8_linear knows the activations bf16 and fp8_1x128, not {activation!r}")
@@ -29,9 +36,15 @@ def fp8_linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, scale: torch.Tensor,
         return y_TN
     x, x_scale = quantise_rows(x_TK, weight_NK.dtype) if quantised else (rows_of(x_TK), None)
     dot = dot_dtype(x_TK, weight_NK, arch(), quantised=quantised)
-    tile = product_tile(rows, dot, arch())
+    shape = {"rows": rows, "n": n, "k": k, "bits": dot.primitive_bitwidth, "fp8": int(quantised)}
+    tile = tiles.tile("fp8_linear", shape, arch())
+    if tile["MANY"]:
+        assert x_scale is not None, "the form for many rows takes FP8 rows"
+        many_rows(x, x_scale, weight_NK, scale, y_TN, dot=dot if dot == tl.float32 else _FP8[x.dtype], tile=tile)
+        return y_TN
+    sizes = {name: size for name, size in tile.items() if name != "MANY"}
     fp8_linear_kernel[(triton.cdiv(rows, tile["BM"]), triton.cdiv(n, tile["BN"]))](
-        x, x_scale, weight_NK, scale, y_TN, x.stride(0), weight_NK.stride(0), rows, n, K=k, DOT=dot, **tile
+        x, x_scale, weight_NK, scale, y_TN, x.stride(0), weight_NK.stride(0), rows, n, K=k, DOT=dot, **sizes
     )
     return y_TN
 

@@ -26,12 +26,14 @@ def experts_case(
     activation: str = "bf16",
     elsewhere: bool = False,
     one_expert: bool = False,
+    idle: int = 0,
     quantised: bool = False,
     counted: bool = False,
 ) -> Arguments:
     """Rows, their choices and the stacked experts.
 
-    `e_all`: experts over all ranks, the first `e` here. `quantised`: rows of FP8, as another rank sent them.
+    `e_all`: experts over all ranks, the first `e` here. `one_expert`: the last one is every row's first choice. `idle`:
+    nobody chooses the first so many. `quantised`: rows of FP8, as another rank sent them.
     `counted`: how many live is known on the device only.
     """
     ids = torch.stack([torch.randperm(e_all or e, generator=g)[:k] for _ in range(t)]) if t else torch.empty(0, k)
@@ -39,7 +41,9 @@ def experts_case(
     if elsewhere:
         ids[torch.rand(ids.shape, generator=g) < 0.4] = -1
     if one_expert:
+        ids[ids == e - 1] = -1
         ids[:, 0] = e - 1
+    ids[(ids >= 0) & (ids < idle)] = -1
     arguments: Arguments = {
         "x_TH": normal(g, t, h, dtype=dtype),
         "x_scale": None,
@@ -76,4 +80,12 @@ CASES: dict[str, Case] = {
     ),
     "no rows sent as fp8": partial(experts_case, t=0, fp8=True, activation="fp8_1x128", quantised=True),
     "fp8 rows, plain weights": partial(experts_case, t=4, activation="fp8_1x128"),
+    # More rows than where weights are what takes time: one expert has all of them, some have none, some are elsewhere.
+    **{
+        name: partial(experts_case, t=277, live=263, h=256, e=6, e_all=9, one_expert=True, idle=2, **formats)
+        for name, formats in {
+            "many rows": {},
+            "many rows, fp8 weights and rows": {"fp8": True, "activation": "fp8_1x128"},
+        }.items()
+    },
 }

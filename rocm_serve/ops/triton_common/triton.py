@@ -118,24 +118,6 @@ def part_row_tile(width: int) -> dict[str, int]:
     return whole_row_tile(min(width, 2048))
 
 
-def product_tile(rows: int, dot: tl.dtype, arch: str) -> dict[str, int]:
-    """Choose the tile of a matrix product over about `rows` rows whose factors are multiplied as `dot`.
-
-    BN is 128 throughout: one block of FP8 scales. BK divides 128 for the same reason. float32 is for proofs, not for
-    speed: without matrix instructions a tile is unrolled into that many fused multiply-adds, so it stays small.
-    """
-    if dot == tl.float32:
-        return {"BM": 16, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 1}
-    bm = next((size for size in (16, 32, 64) if rows <= size), 128)
-    return {
-        "BM": bm,
-        "BN": 128,
-        "BK": 128 if dot.primitive_bitwidth == 8 else 64,
-        "num_warps": 8 if bm >= 64 else 4,
-        "num_stages": 2 if arch.startswith("gfx") else 3,
-    }
-
-
 def dot_dtype(rows: torch.Tensor, weight: torch.Tensor, arch: str, *, quantised: bool) -> tl.dtype:
     """Choose what two factors are multiplied as; every choice holds both factors exactly.
 
