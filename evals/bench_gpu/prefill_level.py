@@ -138,8 +138,11 @@ def at_fixed_sizes(stage: LoadedStage, runner: StageRunner, wished: Sequence[Mix
     """
     resolved = stage.resolved
     sizes, counts = prompt_sizes(memory.prompt_rows(resolved)), memory.prompt_counts(resolved)
+    most = memory.prompt_sequences(resolved)
     taken = [
-        one for one in wished if sizes and one.prompts == 1 and one.rows <= sizes[-1] and one.decodes <= counts[-1]
+        one
+        for one in wished
+        if sizes and one.prompts <= most and one.prompts * one.rows <= sizes[-1] and one.decodes <= counts[-1]
     ]
     if runner.prompts is None or not taken:
         return replace(runner, prompts=None)
@@ -147,7 +150,8 @@ def at_fixed_sizes(stage: LoadedStage, runner: StageRunner, wished: Sequence[Mix
         stage.model,
         runner.cache,
         decodes=sorted({_size(counts, one.decodes) for one in taken}),
-        rows=sorted({_size(sizes, one.rows) for one in taken}),
+        rows=sorted({_size(sizes, one.prompts * one.rows) for one in taken}),
+        prompts=most if any(one.prompts > 1 for one in taken) else 1,
         captured=True,
         recorder=DeviceGraphs(resolved.max_model_len),
         max_model_len=resolved.max_model_len,

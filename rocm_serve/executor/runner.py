@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from rocm_serve.messages import NewRequest, Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, StageCache
 from rocm_serve.parallel.mesh import Coord
 from rocm_serve.types import SamplingParams, TokenLogprob
+
+log = logging.getLogger(__name__)
 
 WARM_UP_RID = -1
 _GOING_ON = (4, 64)  # rows behind a prompt: a tile of attention each
@@ -293,15 +296,28 @@ def prompts_of_every_size(
     Tiles go by powers of two (ops/tiles.py), and steps of several prompts are not captured: what is not compiled here
     is compiled while requests wait. Two prompts share the rows, and go on by few rows and by more behind them; four and
     eight are tried with few, since tiles of recurrences go by their number. As `warm_up_plans`, within what the caches
-    hold: what does not fit is left out.
+    hold: what does not fit is left out, and a line of the log names it.
     """
+    left_out = []
     sizes = [1 << n for n in range(1, most_rows.bit_length()) if 1 << n < most_rows] + [most_rows]
     for many, rows in [(2, rows) for rows in sizes] + [(4, 16), (8, 16)]:
-        parts = (rows // many, *(more for more in _GOING_ON if many * more <= most_rows))
+        wanted = (rows // many, *(more for more in _GOING_ON if many * more <= most_rows))
+        if wanted[0] == 0 or rows > most_rows or many > num_slots:
+            continue  # no step has them
+        parts = wanted
         while parts and sum(parts) > min(length, num_pages // many * page_size):
             parts = parts[:-1]
-        if many <= num_slots and parts and parts[0] > 0 and rows <= most_rows:
+        if parts:
             yield from _prompts_in_parts(many, parts, page_size)
+        if parts != wanted:
+            behind = f" behind {sum(parts)}" if parts else ""
+            left_out.append(f"{many} x {wanted[len(parts)]}{behind}")
+    if left_out:
+        log.info(
+            "steps with these prompt rows are not run before requests come, whose first ones may compile: %s;"
+            " %d pages, or %d tokens of a request, do not hold them",
+            *(", ".join(left_out), num_pages, length),
+        )
 
 
 def _prompts_in_parts(many: int, parts: tuple[int, ...], page_size: int) -> Iterator[Plan]:

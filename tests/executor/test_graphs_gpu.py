@@ -15,12 +15,15 @@ import pytest
 import torch
 
 from rocm_serve.config.schema import DeviceName
+from rocm_serve.executor import memory
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.local import LocalExecutor
+from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.executor.upload import Upload
 from rocm_serve.messages import NewRequest, Plan, StepResult, Work
+from rocm_serve.ops.batch import ForwardBatch
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.types import SamplingParams
@@ -190,4 +193,39 @@ def test_steps_with_prompts_beside_decoding_rows_go_on_from_replayed_ones(checkp
             return answers
 
     eager, graphs = run(0), run(MOST)
+    assert {name: one.tokens for name, one in graphs.items()} == {name: one.tokens for name, one in eager.items()}, SEED
+
+
+def test_several_prompts_share_captured_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts and eight, of lengths that share no size, join others that decode: the tokens of the same steps not captured."""
+    monkeypatch.setattr(memory.graphs, "PROMPTS", MOST)
+    kinds: list[int] = []
+    forward = PromptSteps.forward
+
+    def counted(steps: PromptSteps, batch: ForwardBatch, hidden_TH: torch.Tensor | None) -> torch.Tensor:
+        kinds.append(batch.sequences.num_sequences - batch.sequences.num_recurrent)
+        return forward(steps, batch, hidden_TH)
+
+    monkeypatch.setattr(PromptSteps, "forward", counted)
+    late = {
+        f"late {i}": (
+            tuple((SEED + 7 * i + 3 * j) % 2000 for j in range(1 + 23 * i)),
+            SamplingParams(max_tokens=5, temperature=0.9 * (i % 2), seed=SEED + i),
+        )
+        for i in range(6)
+    }
+
+    def run(most: int) -> dict[str, Answer]:
+        with session(LocalExecutor(wish(checkpoint, most))) as local:
+            answers = {name: Answer() for name in (*plain_requests(), *late)}
+            local.add(plain_requests())
+            for _ in range(3):
+                local.step(answers)
+            local.add(late)
+            while not local.scheduler.idle:
+                local.step(answers)
+            return answers
+
+    eager, graphs = run(0), run(MOST)
+    assert kinds[: len(kinds) // 2] == kinds[len(kinds) // 2 :] and max(kinds) > 1, "several shared a step"
     assert {name: one.tokens for name, one in graphs.items()} == {name: one.tokens for name, one in eager.items()}, SEED

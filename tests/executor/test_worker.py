@@ -172,22 +172,32 @@ def test_warming_up_stays_within_one_request_of_full_length(page_size: int, leng
 
 
 @pytest.mark.parametrize(
-    ("most_rows", "length", "pages", "slots", "first"),
+    ("most_rows", "length", "pages", "slots", "first", "left_out"),
     [
-        (64, 256, 64, 8, [2, 4, 8, 16, 32, 64, 16, 16]),
-        (100, 256, 64, 3, [2, 4, 8, 16, 32, 64, 100]),
-        (64, 16, 64, 2, [2, 4, 8, 16, 32]),  # a prompt is not longer than a request may be
-        (64, 256, 2, 2, [2, 4, 8, 16, 32]),  # as many rows as there are pages for
-        (64, 256, 64, 1, []),
-        (1, 256, 64, 8, []),
+        (64, 256, 64, 8, [2, 4, 8, 16, 32, 64, 16, 16], ""),
+        (100, 256, 64, 3, [2, 4, 8, 16, 32, 64, 100], ""),
+        # a prompt is not longer than a request may be
+        (64, 16, 64, 2, [2, 4, 8, 16, 32], "2 x 4 behind 16, 2 x 32"),
+        # as many rows as there are pages for
+        (64, 256, 2, 2, [2, 4, 8, 16, 32], "2 x 4 behind 16, 2 x 32"),
+        (64, 256, 64, 1, [], ""),
+        (1, 256, 64, 8, [], ""),
     ],
 )
 def test_prompts_of_every_size_stay_within_the_caches(
-    most_rows: int, length: int, pages: int, slots: int, first: list[int]
+    most_rows: int,
+    length: int,
+    pages: int,
+    slots: int,
+    first: list[int],
+    left_out: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     plans = list(prompts_of_every_size(16, length, most_rows, pages, slots))
     begun = [one for one in plans if one.new]
     assert [sum(work.num_rows for work in one.work) for one in begun] == first
+    assert (f"may compile: {left_out};" in caplog.text) if left_out else not caplog.text
     table: dict[int, list[int]] = {}
     ended: dict[int, int] = {}
     for one in plans:
