@@ -197,7 +197,7 @@ def test_steps_with_prompts_beside_decoding_rows_go_on_from_replayed_ones(checkp
 
 
 def test_several_prompts_share_captured_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prompts and eight, of lengths that share no size, join others that decode: the tokens of the same steps not captured."""
+    """Some that share no size join others that decode: the tokens of the same steps not captured."""
     monkeypatch.setattr(memory.graphs, "PROMPTS", MOST)
     kinds: list[int] = []
     forward = PromptSteps.forward
