@@ -1,6 +1,6 @@
 """One model on one GPU and on two, served by the product's own processes, beside the floor.
 
-    python -m evals.bench_gpu.pair run [--layouts tp1 tp2 pp2] [--batch 1 16 ...] [--prefill 1 16 ...] [--json FILE]
+    python -m evals.bench_gpu.pair run [--layouts tp1 tp2 pp2 pp2-ahead] [--batch 16 ...] [--prefill ...] [--json FILE]
     python -m evals.bench_gpu.pair table|plot --json FILE [--plot FILE]        of an earlier run
 
 All layouts are started at once, so they must fit the GPUs together (--one-by-one: they need not); then they are asked
@@ -36,6 +36,7 @@ from rocm_serve.tuning.shapes import config_of
 
 BATCHES = (16, 64, 1, 256)
 PREFILLS = (16, 1, 64)
+DEFAULT_LAYOUTS = ("tp1", "tp2", "pp2")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("part", choices=("run", "table", "plot"))
     made.add_argument("--shape", choices=tuple(PAIR_SHAPES), default="q35tp1")
-    made.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
+    made.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(DEFAULT_LAYOUTS))
     made.add_argument("--batch", nargs="+", type=int, default=list(BATCHES), help="the first three before prompts")
     made.add_argument("--prefill", nargs="*", type=int, default=list(PREFILLS), help="prompts that come at once")
     made.add_argument("--ctx", type=int, default=1024, help="tokens before requests decode")
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--op", nargs="+", default=[], metavar="OP=PROVIDER", help="as for serve")
     made.add_argument("--compile-s", type=float, default=60.0, help="seconds for kernels that are compiled ahead")
     made.add_argument("--json", type=Path, help="write the figures to this file, after every point")
-    made.add_argument("--plot", type=Path, help="write the timelines of pp2 to this SVG file")
+    made.add_argument("--plot", type=Path, help="write the timelines of two stages to this SVG file")
     made.add_argument("--commit", help="what is measured, on a machine where git cannot say")
     made.add_argument("--budget-s", type=float, default=1e9, help="begin no point after so many seconds")
     made.add_argument("--seed", type=int, default=secrets.randbits(31))
@@ -111,8 +112,10 @@ def _command(argv: Sequence[str]) -> str:
 
 
 def _picture(run: PairRun) -> str:
-    chosen = sorted((one for one in run.timelines if one.layout == "pp2"), key=lambda one: (one.part, one.batch))
-    return svg(chosen, run.points, f"Two stages, two plans in flight: {run.shape}, {run.machine['gpu']}")
+    of_stages = (one for one in run.timelines if LAYOUTS[one.layout].pp > 1)
+    chosen = sorted(of_stages, key=lambda one: (one.part, one.batch, one.layout))
+    flying = "three" if any(LAYOUTS[one.layout].ahead for one in chosen) else "two"
+    return svg(chosen, run.points, f"Two stages, {flying} plans in flight: {run.shape}, {run.machine['gpu']}")
 
 
 if __name__ == "__main__":

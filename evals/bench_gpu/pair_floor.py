@@ -26,14 +26,15 @@ RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who shares the model."""
+    """Who shares the model. `ahead`: steps are planned ahead of their tokens also where they are not by default."""
 
     tp: int
     pp: int
+    ahead: bool = False
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {"tp1": Layout(1, 1), "tp2": Layout(RANKS, 1), "pp2": Layout(1, RANKS)}
+    {"tp1": Layout(1, 1), "tp2": Layout(RANKS, 1), "pp2": Layout(1, RANKS), "pp2-ahead": Layout(1, RANKS, ahead=True)}
 )
 PAIR_SHAPES: Mapping[str, Dims] = MappingProxyType(
     # An expert of the tiny shape is one block of FP8, which two ranks cannot share.

@@ -182,6 +182,7 @@ def _config(run: Measuring, name: str, model: Path) -> ServeConfig:
         served_model_name=name,
         tp=layout.tp,
         pp=layout.pp,
+        plan_ahead="on" if layout.ahead else "auto",
         device="cpu" if run.device.type == "cpu" else "auto",
         max_running_requests=max(a.batch),
         chunked_prefill_size=a.chunk,

@@ -21,7 +21,7 @@ import torch
 from rocm_serve.checkpoint.initial import draw
 from rocm_serve.config.graphs import prompt_sizes
 from rocm_serve.config.schema import Resolved
-from rocm_serve.executor import loading
+from rocm_serve.executor import loaded_stage, loading
 from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.runner import StageRunner
@@ -143,7 +143,7 @@ class StampedStage(LoadedStage):
     """A loaded stage whose runner stamps its steps."""
 
     def runner(self, *, num_pages: int, num_slots: int) -> StageRunner:
-        with mock.patch.object(loading, "prompt_sizes", ends_of_prompt_sizes):
+        with mock.patch.object(loaded_stage, "prompt_sizes", ends_of_prompt_sizes):
             plain = LoadedStage.runner(self, num_pages=num_pages, num_slots=num_slots)
         parts = {name: getattr(plain, name) for name in StageRunner.__dataclass_fields__}
         file = stamps_file(self.resolved.run_dir, self.coord.rank).open("wb")

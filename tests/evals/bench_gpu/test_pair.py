@@ -152,6 +152,7 @@ def test_a_run_over_gloo_measures_every_point_and_writes_it(tmp_path: Path, caps
         "tp1",
         "tp2",
         "pp2",
+        "pp2-ahead",
         "--one-by-one",
         "--mem-fraction",
         "0.1",
@@ -177,7 +178,7 @@ def test_a_run_over_gloo_measures_every_point_and_writes_it(tmp_path: Path, caps
     run = msgspec.json.decode(file.read_bytes(), type=PairRun)
     assert not run.failures and str(tmp_path) not in run.command
     points = {(one.layout, one.part, one.batch): one for one in run.points}
-    assert len(points) == 3 * 3
+    assert len(points) == 4 * 3
     for (layout, part, batch), one in points.items():
         assert one.ratio == pytest.approx(one.floor_ms / one.ms)
         assert len(one.at_work) == (1 if layout == "tp1" else 2)
@@ -186,14 +187,14 @@ def test_a_run_over_gloo_measures_every_point_and_writes_it(tmp_path: Path, caps
             assert one.tokens_s == pytest.approx(batch / one.ms * 1e3)
             assert 64 < one.context < 100
             assert one.steps >= 5 * min(batch, LAYOUTS[layout].pp)
-            assert one.in_flight == min(batch, LAYOUTS[layout].pp)
+            assert one.in_flight == min(batch, LAYOUTS[layout].pp) + LAYOUTS[layout].ahead
         else:
             assert one.tokens_s == pytest.approx(2 * 32 / one.ms * 1e3) and one.steps == 1
     assert {one.what for one in run.links} == {"all_reduce", "send"}
-    assert [len(one.ms) for one in run.first] == [10, 10, 10]
+    assert [len(one.ms) for one in run.first] == [10, 10, 10, 10]
     apart = {(one.layout, one.company): one.most for one in run.agreement}
-    assert len(run.agreement) == len(apart) == 6 and apart["tp1", False] == 0
-    assert apart["pp2", False] == 0, "stages change no bit on a CPU"
+    assert len(run.agreement) == len(apart) == 8 and apart["tp1", False] == 0
+    assert apart["pp2", False] == apart["pp2-ahead", False] == 0, "stages change no bit on a CPU"
     assert 0 < apart["tp2", False] < 1e-3
     assert drawing.read_text().count("<title>plan") >= 12
     capsys.readouterr()
