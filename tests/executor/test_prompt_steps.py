@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_serve.errors import UserError
 from rocm_serve.executor.loaded_stage import LoadedStage
@@ -16,7 +18,7 @@ from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.messages import NewRequest, Plan, Work
-from rocm_serve.ops.batch import ForwardBatch
+from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.types import SamplingParams
@@ -227,3 +229,99 @@ def test_a_capture_that_fails_ends_the_start_with_the_way_out(checkpoint: Path) 
 def stage_with(checkpoint: Path, recorder: Again) -> StageRunner:
     stage = load_stage_model(wish(checkpoint), Mesh(1, 1).coord(0), SoloComm())
     return with_prompt_steps(stage, stage.runner(num_pages=32, num_slots=4), recorder)
+
+
+class Passing:
+    """A model that says whether its prompts shared a step, and a recorder whose replays do nothing."""
+
+    def __init__(self) -> None:
+        self.shared: list[bool] = []
+
+    def forward(self, batch: ForwardBatch, hidden_TH: torch.Tensor | None) -> torch.Tensor:
+        self.shared.append(batch.sequences.shared)
+        return torch.zeros(len(batch.token_ids_T), 8)
+
+    def host_copy(self, values: torch.Tensor, bound: tuple[int, ...]) -> tuple[int, ...]:
+        return bound
+
+    def record(self, run: Callable[[], T]) -> Callable[[], T]:
+        left = run()
+        return lambda: left
+
+
+def passing(*, captured: bool) -> tuple[PromptSteps, Passing]:
+    passes = Passing()
+    steps = PromptSteps(
+        passes,  # type: ignore[arg-type]
+        StageCache(16, {}, {}, {}, {}),
+        decodes=(0, 64),
+        rows=(64, 512),
+        prompts=16,
+        captured=captured,
+        recorder=passes,  # type: ignore[arg-type]
+        max_model_len=40_000,
+        hidden_size=None,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        row_multiple=1,
+    )
+    steps.capture(lambda rows: None)
+    passes.shared.clear()
+    return steps, passes
+
+
+def step_of(decodes: int, rows: tuple[int, ...], contexts: tuple[int, ...] | None = None) -> ForwardBatch:
+    starts = tuple(accumulate((*(1,) * decodes, *rows), initial=0))
+    many = len(starts) - 1
+    held = (*(0,) * decodes, *(contexts or (0,) * len(rows)))
+    i32 = (torch.tensor(one, dtype=torch.int32) for one in (starts, held, (1,) * many))
+    table = torch.zeros(many, 2500, dtype=torch.int32)
+    sequences = Sequences(starts, held, (1,) * many, decodes, *i32, table)
+    return ForwardBatch(
+        *(torch.zeros(starts[-1], dtype=torch.int64) for _ in range(3)), sequences, StageCache(16, {}, {}, {}, {})
+    )
+
+
+@pytest.mark.parametrize(("decodes", "rows"), [(0, (70,)), (3, (500,)), (0, (70, 9)), (3, (9,) * 16), (64, (32,) * 16)])
+def test_a_replayed_step_costs_the_host_some_small_copies(decodes: int, rows: tuple[int, ...]) -> None:
+    """Whatever the layers: they are not called. A prompt that is alone never has the kernels of several."""
+    steps, passes = passing(captured=True)
+    step = step_of(decodes, rows)
+    assert steps.takes(step)
+    with Launches() as launches:
+        out_TH = steps.forward(step, None)
+    assert out_TH.shape == (decodes + sum(rows), 8) and not passes.shared
+    assert launches.count <= 26
+    plain, passes = passing(captured=False)
+    plain.forward(step, None)
+    assert passes.shared == [len(rows) > 1]
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that a GPU would be given."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(word in str(func) for word in ("slice", "select", "view", "expand", "empty"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("decodes", "rows", "contexts", "taken"),
+    [
+        (64, (32,) * 16, None, True),
+        (65, (32,) * 2, None, False),
+        (0, (3,) * 17, None, False),
+        (0, (500, 13), None, False),
+        (0, (50,), (39_000,), True),
+        # 131072 keys are copied at a time, each prompt's in units of 128
+        (0, (128, 128, 128, 128), (39_000 - 96, 39_000 - 96, 39_000 - 96, 13_824), True),
+        (0, (128, 128, 128, 128), (39_000 - 96, 39_000 - 96, 39_000 - 96, 13_825), False),
+    ],
+)
+def test_a_step_is_taken_where_there_is_room(
+    decodes: int, rows: tuple[int, ...], contexts: tuple[int, ...] | None, taken: bool
+) -> None:
+    steps, _ = passing(captured=False)
+    assert steps.takes(step_of(decodes, rows, contexts)) == taken
