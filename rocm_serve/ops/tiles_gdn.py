@@ -33,8 +33,8 @@ def gdn_chunk_tiles(shape: Shape, arch: str) -> list[Tile]:
 
     SPLIT: a launch of its own solves the systems of sub-chunks, which takes fewer registers.
     """
-    # One stage went wrong on an H200 (Triton 3.6: once 10 times the result, once an illegal access). Not by spills: of
-    # those tiles, compiled for sm_90, the ones of 8 warps up to 64 dimensions have none. Those of 128 spill at any depth.
+    # One stage went wrong on an H200 (Triton 3.6: once 10 times the result, once an illegal access). Not by spills:
+    # compiled for sm_90, such tiles of 8 warps and up to 64 dimensions have none. Tiles of 128 spill at any depth.
     stages, most = ((2, 3, 4), 64) if arch.startswith("sm_") else ((1, 2), 128)
     return [
         {"BV": values, "num_warps": warps, "num_stages": depth, "SPLIT": split}
