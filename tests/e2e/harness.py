@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -139,6 +140,16 @@ class Server:
         known = {p.pid for p in self._family}
         self._family += [p for p in found if p.pid not in known]
         return found
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Stop rank 0 while the block runs: no step ends, so that all that is sent meanwhile is there at once."""
+        (worker,) = (one for one in self.processes() if one.cmdline()[-2:] == ["--rank", "0"])
+        worker.suspend()
+        try:
+            yield
+        finally:
+            worker.resume()
 
     def stop(self, drain_s: float = DRAIN_S) -> None:
         """Send SIGTERM. Errors: ServerFailed unless it ends with code 0 and all its processes with it."""

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -121,7 +120,7 @@ async def ask(client: httpx.AsyncClient, model: str, number: int) -> httpx.Respo
     body: dict[str, Any] = {
         "prompt": [f"Question: What is {number} plus {number}?\nAnswer:"],
         "model": model,
-        "max_tokens": 6,
+        "max_tokens": 3,
         "temperature": 0.0,
         "stop": ["Question:", "</s>", "<|im_end|>"],
         "seed": 1234,
@@ -129,39 +128,43 @@ async def ask(client: httpx.AsyncClient, model: str, number: int) -> httpx.Respo
     return await client.post("/v1/completions", json=body)
 
 
-async def crowd(base_url: str, model: str) -> tuple[list[int], list[dict[str, float]]]:
-    """Ask all at once; return every status, and the metrics as they were meanwhile."""
-    seen: list[dict[str, float]] = []
+async def crowd(launch: ReferenceLaunch) -> tuple[list[int], dict[str, float], dict[str, float]]:
+    """Ask all at once, with a rank stopped until all are known to the engine core.
+
+    Returns every status, and the metrics of that moment and after the last answer.
+    """
     limits = httpx.Limits(max_connections=None)
+    async with (
+        httpx.AsyncClient(base_url=launch.base_url, timeout=280, limits=limits) as client,
+        httpx.AsyncClient(base_url=launch.base_url, timeout=60) as watcher,
+    ):
 
-    async def watch() -> None:
-        async with httpx.AsyncClient(base_url=base_url, timeout=60) as watcher:
-            while True:
-                seen.append(metrics_of((await watcher.get("/metrics")).text))
-                await asyncio.sleep(0.1)
+        async def look() -> dict[str, float]:
+            return metrics_of((await watcher.get("/metrics")).text)
 
-    async with httpx.AsyncClient(base_url=base_url, timeout=280, limits=limits) as client:
-        watching = asyncio.create_task(watch())
-        answers = await asyncio.gather(*(ask(client, model, number) for number in range(CLIENTS)))
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
-        seen.append(metrics_of((await client.get("/metrics")).text))
-    return [answer.status_code for answer in answers], seen
+        launch.signal("rank-0", signal.SIGSTOP)
+        try:
+            asking = [asyncio.create_task(ask(client, str(launch.model), number)) for number in range(CLIENTS)]
+            async with asyncio.timeout(120):
+                while (full := await look())["rocm_serve_running"] + full["rocm_serve_waiting"] < CLIENTS:
+                    await asyncio.sleep(0.1)
+        finally:
+            launch.signal("rank-0", signal.SIGCONT)
+        answers = await asyncio.gather(*asking)
+        return [answer.status_code for answer in answers], full, await look()
 
 
 def test_256_clients_wait_for_16_places_and_none_is_turned_away(launch: ReferenceLaunch) -> None:
     with launch.client() as client:
         before = metrics_of(client.get("/metrics").text)
-    statuses, seen = asyncio.run(crowd(launch.base_url, str(launch.model)))
+    statuses, full, after = asyncio.run(crowd(launch))
     assert statuses == [200] * CLIENTS
-    assert max(one["rocm_serve_running"] for one in seen) == RUNNING
-    assert max(one["rocm_serve_open"] for one in seen) == CLIENTS
-    assert max(one["rocm_serve_waiting"] for one in seen) >= 200
+    assert full["rocm_serve_open"] == CLIENTS and full["rocm_serve_waiting"] >= CLIENTS - RUNNING
+    assert after["rocm_serve_peak_running"] == RUNNING
     for status in ("429", "503"):
-        assert seen[-1][f"rocm_serve_http_errors_total[{status}]"] == 0
-    assert seen[-1]["rocm_serve_finished_requests_total"] - before["rocm_serve_finished_requests_total"] == CLIENTS
-    assert seen[-1]["rocm_serve_aborted_requests_total"] == before["rocm_serve_aborted_requests_total"]
+        assert after[f"rocm_serve_http_errors_total[{status}]"] == 0
+    assert after["rocm_serve_finished_requests_total"] - before["rocm_serve_finished_requests_total"] == CLIENTS
+    assert after["rocm_serve_aborted_requests_total"] == before["rocm_serve_aborted_requests_total"]
 
 
 def test_a_sigterm_ends_both_nodes_with_0(launch: ReferenceLaunch) -> None:
