@@ -109,8 +109,8 @@ CASES = [(file, *fault) for file, faults in FAULTS.items() for fault in faults]
 
 
 def copy_of_engine(root: Path) -> Path:
-    """Copy what these tests import; return the engine's folder."""
-    leave = shutil.ignore_patterns("__pycache__", "test_planted_faults.py")
+    """Copy what these tests import, compiled files too; return the engine's folder."""
+    leave = shutil.ignore_patterns("*.pyc.*", "test_planted_faults.py")  # the former: files that are being written
     shutil.copytree(ROOT / "rocm_serve", root / "rocm_serve", ignore=leave)
     shutil.copytree(ROOT / "tests" / "engine", root / "tests" / "engine", ignore=leave)
     return root / "rocm_serve" / "engine"
@@ -122,7 +122,7 @@ def run_tests(root: Path, files: tuple[str, ...]) -> tuple[int, str]:
     # A base folder of its own: forty runs side by side would number, and clear away, each other's.
     alone = ["-c", os.devnull, "--rootdir", str(root), f"--basetemp={tempfile.mkdtemp(prefix='planted')}"]
     paths = [str(root / "tests" / "engine" / file) for file in files]
-    env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {**os.environ, "PYTHONPATH": str(root), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # half of a run is its start
     command = [sys.executable, "-m", "pytest", *options, *alone, *paths]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=240, check=False)
     shutil.rmtree(alone[-1].partition("=")[2], ignore_errors=True)
