@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evals.bench_host.machine import cpu_seconds, describe
+from evals.program import at_least, ended, to_write
 from evals.smoke import served
 from evals.tiny.documents import few_shot_prompt
 from evals.tiny.generator import pool
@@ -217,15 +218,15 @@ def table(gains: Sequence[Gain]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="questions at a time")
+    parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 4, 16], help="questions at a time")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[1, 3], choices=(1, 2, 3, 4))
     parser.add_argument("--device", choices=("cpu", "cuda", "rocm"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=1, help="turns of each size and number of drafts")
+    parser.add_argument("--rounds", type=at_least(1), default=1, help="turns of each size and number of drafts")
     parser.add_argument(
-        "--waves", type=int, default=2, help="questions of a turn for each of the batch, at least 8 in all"
+        "--waves", type=at_least(1), default=2, help="questions of a turn for each of the batch, at least 8 in all"
     )
     parser.add_argument("--serve-args", default="", help="more flags for `rocm-serve serve`, in one string")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--json", type=to_write, help="write the figures to this file")
     args = parser.parse_args(arguments)
     console, machine = Console(width=140), describe()
     if args.device != "cpu":
@@ -248,4 +249,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended("bench_drafting", main))

@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from program import ended
 from smoke import served
+
+from rocm_serve.diagnostics.gate.reference import read_reference
 
 
 def main() -> int:
@@ -20,6 +23,7 @@ def main() -> int:
     parser.add_argument("--reference", type=Path, required=True, help="reference file of that checkpoint")
     parser.add_argument("--serve-args", default="", help="more flags for `rocm-serve serve`, in one string")
     arguments, more = parser.parse_known_args()
+    read_reference(arguments.reference)
     with served(arguments.model, arguments.serve_args) as url:
         command = [sys.executable, "-m", "rocm_serve", "gate", "gsm8k", "--base-url", url]
         command += ["--reference", str(arguments.reference), *more]
@@ -27,4 +31,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended("gate", main))

@@ -20,11 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from evals.program import at_least, ended
 from evals.references.hf_reference import STOPS, Item, items_of, sha256
 from evals.smoke import served
 from evals.tiny.hf_answers import verdicts
 from rocm_serve.diagnostics.gate.reference import Reference, read_reference
 from rocm_serve.diagnostics.gate.statistics import ALPHA, Floor, floor_chance, mcnemar_worse
+from rocm_serve.diagnostics.gate.tasks import check_data
+from rocm_serve.errors import UserError
+from rocm_serve.outputs import check_folder
 
 FILTER, REFERENCES = "strict", "strict-match"  # the same filter in the two places that name it
 ANSWER_S = 600.0
@@ -56,10 +60,10 @@ def ask_all(
 
 
 def check_prompts(items: Sequence[Item], reference: Reference) -> None:
-    """Hold the prompts to those that the reference answered. Errors: SystemExit."""
+    """Hold the prompts to those that the reference answered. Errors: UserError."""
     for item in items:
         if sha256(item.prompt) != reference.questions[item.doc_id].prompt_hash:
-            raise SystemExit(f"question {item.doc_id}: its prompt is not the one of {reference.header.name!r}")
+            raise UserError(f"question {item.doc_id}: its prompt is not the one of {reference.header.name!r}")
 
 
 def judge(items: Sequence[Item], texts: Sequence[str], reference: Reference) -> dict[str, Any]:
@@ -90,14 +94,15 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True, help="train.jsonl and test.jsonl")
     parser.add_argument("--reference", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--limit", type=int)
+    parser.add_argument("--limit", type=at_least(1))
     parser.add_argument("--serve-args", default="")
     args = parser.parse_args()
+    check_folder("--out", args.out)
     reference = read_reference(args.reference)
+    check_data(reference.header.protocol.task, args.data)
     protocol = reference.header.protocol
     items = items_of(args.data, protocol.num_fewshot, args.limit)
     check_prompts(items, reference)
-    args.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with served(args.model, f"--served-model-name tiny {args.serve_args}") as url:
         ready = time.monotonic()
@@ -114,4 +119,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended("plain_gate", main))

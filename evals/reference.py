@@ -26,10 +26,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from program import at_least, ended
 from smoke import STOP_TIMEOUT_S, wait_until_ready
-from tasks import gsm8k_problem, write_tasks
+from tasks import write_tasks
 
 from rocm_serve.checkpoint.synthetic import make_checkpoint
+from rocm_serve.diagnostics.gate.tasks import check_data
 
 LAUNCH = (
     "--model-path {model} --tp-size {tp} --pp-size 2 --nnodes 2 --node-rank {rank} --dist-init-addr {address}"
@@ -48,9 +50,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
     parser.add_argument("--model", type=Path, help="checkpoint (default: a random one of four layers, made here)")
-    parser.add_argument("--tp", type=int, default=2, help="--tp-size of the launch (default: 2)")
-    parser.add_argument("--limit", type=int, default=272, help="questions; fewer than 256 cannot pass (default: 272)")
-    parser.add_argument("--max-gen-toks", type=int, default=16, help="tokens per answer, 2048 there (default: 16)")
+    parser.add_argument("--tp", type=at_least(1), default=2, help="--tp-size of the launch (default: 2)")
+    parser.add_argument(
+        "--limit", type=at_least(1), default=272, help="questions; fewer than 256 cannot pass (default: 272)"
+    )
+    parser.add_argument(
+        "--max-gen-toks", type=at_least(1), default=16, help="tokens per answer, 2048 there (default: 16)"
+    )
     return parser.parse_args()
 
 
@@ -154,11 +160,9 @@ def check(highest: dict[str, float], questions: int) -> None:
         raise SystemExit("requests were refused")
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse_arguments()
-    problem = gsm8k_problem(arguments.data)
-    if problem:
-        raise SystemExit(problem)
+    check_data("gsm8k", arguments.data)
     with tempfile.TemporaryDirectory(prefix="rocm-serve-reference-") as name:
         folder = Path(name)
         model = arguments.model or make_checkpoint(folder / "model", "text-fp8", "bf16", seed=0, layers=4)
@@ -170,7 +174,8 @@ def main() -> None:
             watch.end()
             print(f"{arguments.limit} questions in {time.monotonic() - began:.0f} s; random weights score about 0")
         check(watch.highest, arguments.limit)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended("reference", main))

@@ -24,10 +24,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from tasks import gsm8k_problem, write_tasks
+from program import at_least, ended
+from tasks import write_tasks
+
+from rocm_serve.diagnostics.gate.tasks import check_data
+from rocm_serve.errors import UserError
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
+EXIT_USER_ERROR = 2
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,10 +41,10 @@ def parse_arguments() -> argparse.Namespace:
     where.add_argument("--model", type=Path, help="checkpoint to serve for this run")
     where.add_argument("--base-url", help="a running server, such as http://127.0.0.1:8000")
     parser.add_argument("--data", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
-    parser.add_argument("--limit", type=int, default=20, help="gsm8k questions (default: 20)")
-    parser.add_argument("--num-fewshot", type=int, default=5, help="shots of gsm8k (default: 5)")
-    parser.add_argument("--max-gen-toks", type=int, default=32, help="tokens per answer (default: 32)")
-    parser.add_argument("--num-concurrent", type=int, default=8, help="requests in flight (default: 8)")
+    parser.add_argument("--limit", type=at_least(1), default=20, help="gsm8k questions (default: 20)")
+    parser.add_argument("--num-fewshot", type=at_least(0), default=5, help="shots of gsm8k (default: 5)")
+    parser.add_argument("--max-gen-toks", type=at_least(1), default=32, help="tokens per answer (default: 32)")
+    parser.add_argument("--num-concurrent", type=at_least(1), default=8, help="requests in flight (default: 8)")
     parser.add_argument("--serve-args", default="", help="more flags for `rocm-serve serve`, in one string")
     return parser.parse_args()
 
@@ -73,6 +78,8 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
+            if server.returncode == EXIT_USER_ERROR:
+                raise SystemExit(EXIT_USER_ERROR)  # it has said why
             raise SystemExit(f"the server exited with {server.returncode} before it was ready")
         try:
             with urllib.request.urlopen(f"{url}/ready", timeout=5):
@@ -83,8 +90,11 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def model_name(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as response:
-        return str(json.load(response)["data"][0]["id"])
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as response:
+            return str(json.load(response)["data"][0]["id"])
+    except (OSError, ValueError) as error:  # no server, no URL, or a server of something else
+        raise UserError(f"--base-url {url}: {error}") from None
 
 
 def run_lm_eval(task: str, model_args: dict[str, object], tasks_dir: Path, out: Path, *more: str) -> dict[str, object]:
@@ -118,18 +128,17 @@ def evaluate(url: str, arguments: argparse.Namespace, folder: Path) -> None:
     print("these runs show that the whole chain works, not that a model is good.")
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse_arguments()
-    problem = gsm8k_problem(arguments.data)
-    if problem:
-        raise SystemExit(problem)
+    check_data("gsm8k", arguments.data)
     with tempfile.TemporaryDirectory(prefix="rocm-serve-eval-") as folder:
         if arguments.base_url:
             evaluate(arguments.base_url.rstrip("/"), arguments, Path(folder))
-            return
+            return 0
         with served(arguments.model, arguments.serve_args) as url:
             evaluate(url, arguments, Path(folder))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended("smoke", main))

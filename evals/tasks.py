@@ -3,28 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from string import Template
 
 EVALS_DIR = Path(__file__).resolve().parent
-GSM8K_FILES = ("train.jsonl", "test.jsonl")
-
-
-def gsm8k_problem(data: Path) -> str | None:
-    """Say in one sentence what is wrong with a GSM8K folder, or None."""
-    missing = [name for name in GSM8K_FILES if not (data / name).is_file()]
-    if missing:
-        return (
-            f"{data}: no {' and no '.join(missing)}. GSM8K (MIT licence) is not part of this project: take both files"
-            " from grade_school_math/data of github.com/openai/grade-school-math and pass --data DIR"
-            " (make: GSM8K_DIR=DIR)"
-        )
-    with (data / GSM8K_FILES[1]).open(encoding="utf-8") as lines:
-        first = json.loads(next(lines, "{}"))
-    if not {"question", "answer"} <= set(first):
-        return f"{data / GSM8K_FILES[1]}: its lines have no 'question' and 'answer'"
-    return None
 
 
 def lm_eval_tasks() -> Path:

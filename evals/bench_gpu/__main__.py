@@ -25,8 +25,10 @@ from evals.bench_gpu.measuring import Measuring
 from evals.bench_gpu.plot import lines_of, lines_of_prefill, svg
 from evals.bench_gpu.records import Run, markdown, table
 from evals.bench_gpu.shown import show
+from evals.program import at_least, seconds
 from rocm_serve.config.load import parse_ops
 from rocm_serve.errors import UserError
+from rocm_serve.outputs import check_file
 from rocm_serve.tuning.shapes import SHAPES
 
 _PARTS = {"decode": (decode, step_level.TIMED_STEPS), "prefill": (prefill, prefill_level.TIMED_STEPS)}
@@ -39,9 +41,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("part", choices=("decode", "prefill", "plot", "table"))
     made.add_argument("--shape", nargs="+", choices=tuple(SHAPES), default=["q35tp1", "q38tp8"])
-    made.add_argument("--batch", nargs="+", type=int, default=list(decode.BATCHES))
-    made.add_argument("--ctx", nargs="+", type=int, default=list(decode.CONTEXTS))
-    made.add_argument("--rows", nargs="+", type=int, default=list(prefill.ROWS), help="prefill: tokens of one prompt")
+    made.add_argument("--batch", nargs="+", type=at_least(1), default=list(decode.BATCHES))
+    made.add_argument("--ctx", nargs="+", type=at_least(1), default=list(decode.CONTEXTS))
+    made.add_argument(
+        "--rows", nargs="+", type=at_least(1), default=list(prefill.ROWS), help="prefill: tokens of one prompt"
+    )
     made.add_argument(
         "--kinds",
         nargs="+",
@@ -51,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         " one after 30k tokens; 64 prompts of 128; one of 2048 beside 64 decodes",
     )
     made.add_argument(
-        "--most", type=int, default=1 << 30, help="prefill: cut every size to this: a test of this program"
+        "--most", type=at_least(1), default=1 << 30, help="prefill: cut every size to this: a test of this program"
     )
     made.add_argument("--levels", nargs="+", choices=("ops", "step"), default=["step", "ops"], help="in this order")
     made.add_argument(
@@ -63,16 +67,16 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--only", nargs="+", help="ops level: names of cases, as experts attention gdn linear")
     made.add_argument(
-        "--many", nargs="+", type=int, default=list(op_level.MANY_ROWS), help="rows of norms and the like"
+        "--many", nargs="+", type=at_least(1), default=list(op_level.MANY_ROWS), help="rows of norms and the like"
     )
-    made.add_argument("--steps", type=int, help="timed steps of a point: 40, of prefill 9")
+    made.add_argument("--steps", type=at_least(1), help="timed steps of a point: 40, of prefill 9")
     made.add_argument("--profile", action="store_true", help="list the kernels of each step with their times")
     made.add_argument("--op", nargs="+", default=[], metavar="OP=PROVIDER", help="as for serve")
     made.add_argument("--json", type=Path, help="write the figures to this file, after every point")
     made.add_argument("--plot", type=Path, help="write the plot to this SVG file")
     made.add_argument("--commit", help="what is measured, on a machine where git cannot say")
-    made.add_argument("--budget-s", type=float, default=1e9, help="begin no point after so many seconds")
-    made.add_argument("--seed", type=int, default=secrets.randbits(31))
+    made.add_argument("--budget-s", type=seconds, default=1e9, help="begin no point after so many seconds")
+    made.add_argument("--seed", type=at_least(0), default=secrets.randbits(31))
     made.add_argument("--cpu", action="store_true", help="run on a machine without a GPU: a test of this program")
     return made
 
@@ -84,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     part, default_steps = _PARTS[arguments.part]
     arguments.steps = arguments.steps or default_steps
     try:
+        for flag, file in (("--json", arguments.json), ("--plot", arguments.plot)):
+            if file is not None:
+                check_file(flag, file)
         arguments.op = parse_ops(arguments.op)
         device = stage.device_here()
         torch.manual_seed(arguments.seed)

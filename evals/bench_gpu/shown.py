@@ -9,6 +9,9 @@ from typing import TypeVar
 
 import msgspec
 
+from rocm_serve.errors import UserError
+from rocm_serve.outputs import check_file
+
 R = TypeVar("R")
 
 
@@ -27,12 +30,16 @@ def show(
         return 2
     try:
         run = msgspec.json.decode(results.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError) as error:
+        if part == "plot":
+            assert plot is not None
+            check_file("--plot", plot)
+            plot.write_text(drawn(run))
+    except UserError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         print(f"{program}: --json {results}: {error}", file=sys.stderr)
         return 2
-    if part == "plot":
-        assert plot is not None
-        plot.write_text(drawn(run))
-    else:
+    if part != "plot":
         print("\n".join(written(run)))
     return 0

@@ -28,6 +28,7 @@ from rich.table import Table
 from evals.bench_host.load import LoadResult
 from evals.bench_host.machine import cpu_seconds, describe
 from evals.bench_host.steps import StepPoint, measure_steps
+from evals.program import at_least, ended, to_write
 from rocm_serve.checkpoint.synthetic import make_checkpoint
 
 RUNNING = (1, 8, 64, 256, 1024)
@@ -139,11 +140,13 @@ def stream_table(points: Sequence[dict[str, Any]]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a checkpoint whose tokenizer is used (default: a synthetic one is made)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--running", type=int, nargs="*", default=RUNNING, help="running requests of half one")
-    parser.add_argument("--streams", type=int, nargs="*", default=CONCURRENCY, help="concurrency of half two")
-    parser.add_argument("--steps", type=int, default=300, help="steps at each number of running requests")
-    parser.add_argument("--tokens", type=int, default=60_000, help="tokens to stream at each concurrency, about")
+    parser.add_argument("--json", type=to_write, help="write the figures to this file")
+    parser.add_argument("--running", type=at_least(1), nargs="*", default=RUNNING, help="running requests of half one")
+    parser.add_argument("--streams", type=at_least(1), nargs="*", default=CONCURRENCY, help="concurrency of half two")
+    parser.add_argument("--steps", type=at_least(1), default=300, help="steps at each number of running requests")
+    parser.add_argument(
+        "--tokens", type=at_least(1), default=60_000, help="tokens to stream at each concurrency, about"
+    )
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-host-") as made:
         model = args.model or str(make_checkpoint(Path(made) / "model", "text-bf16", "none", layers=4))
@@ -169,4 +172,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended("bench_host", main))

@@ -30,6 +30,8 @@ def _run(arguments: argparse.Namespace, *, execute: bool) -> tuple[list[Verdict]
     if len(trials) != len(TRIALS):
         raise SystemExit("evals.gfx: two trials have one name: op, provider and case must differ")
     names = [name for name in trials if arguments.only in name]
+    if not names:
+        raise ToolError(f"--only {arguments.only}: no trial has that in its name")
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     print(f"{len(names)} trials, seed {seed}", flush=True)
     run = partial(run_arch, names=names, execute=execute, seed=seed)

@@ -29,6 +29,7 @@ from rocm_serve.models.qwen3_5.spec import parse_config
 CLEAN = ({"tp": 1}, {"tp": 2}, {"pp": 2}, {"chunk": 64}, {"tp": 2, "pp": 2})  # of clean runs, in turn
 DETECTORS = ("gate", "parity", "ledger", "r7")
 Outcome = tuple[bool | None, str]  # seen (None: not decided), and in which words
+_RESULT = ("detector", "fault", "seen", "words")  # of a line of --out
 VERDICTS = {True: "SEEN", False: "not seen", None: "not decided"}
 
 
@@ -111,6 +112,7 @@ def check(detector: str, args: argparse.Namespace) -> None:
     parse_config(*read_config(args.model))
     if not args.out.resolve().parent.is_dir():
         raise UserError(f"--out {args.out}: there is no folder {args.out.resolve().parent}")
+    results(args.out)
     if detector != "gate":
         return
     if args.reference is None:
@@ -141,7 +143,16 @@ def detect(detector: str, args: argparse.Namespace) -> None:
 
 
 def results(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    """Read an earlier run's lines; none where there is no such file. Errors: UserError."""
+    if not path.exists():
+        return []
+    try:
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [{name: line[name] for name in _RESULT} for line in found]
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"--out {path} does not hold results, a line each: {error}") from None
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -185,14 +196,15 @@ def main() -> int:
     if args.what == "list":
         for fault in FAULTS.values():
             print(f"{fault.name}: {fault.words} ({fault.source}); parity --a {fault.spec}: {fault.site}")
-    elif args.what == "table":
-        print(table(results(args.out)))
-    else:
-        try:
-            check(args.what, args)
-        except UserError as error:
-            parser.error(str(error))
-        detect(args.what, args)
+        return 0
+    try:
+        if args.what == "table":
+            print(table(results(args.out)))
+            return 0
+        check(args.what, args)
+    except UserError as error:
+        parser.error(str(error))
+    detect(args.what, args)
     return 0
 
 

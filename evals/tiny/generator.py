@@ -10,12 +10,15 @@ import hashlib
 import itertools
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from evals.program import ended
 from evals.tiny.chains import chain
 from evals.tiny.problems import LEVELS, Draw, Impossible, Problem, Split, render
 from evals.tiny.templates import CRATE_TEMPLATES, TEMPLATES
+from rocm_serve.outputs import check_folder
 
 # Shares of the levels 0, 1, 2. The pool's mix was chosen on validation problems (see the model card).
 Mix = tuple[float, float, float]
@@ -79,12 +82,15 @@ def write_pool(out: Path) -> dict[str, str]:
     return hashes
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl and test.jsonl")
-    for name, digest in write_pool(parser.parse_args().out).items():
+    out = parser.parse_args().out
+    check_folder("--out", out)
+    for name, digest in write_pool(out).items():
         print(f"{digest}  {name}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended("generator", main))

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from evals.program import ended
 from evals.tiny import export
 from evals.tiny.documents import SEPARATOR, Rows, chat_text, few_shot_prompt, prompt_of, rows, shots_of_lm_eval
 from evals.tiny.evaluate import Item, Runner, flexible_match, item_of, strict_match
@@ -32,6 +34,8 @@ from evals.tiny.optimiser import Optimiser
 from evals.tiny.problems import LEVELS, Problem
 from evals.tiny.shape import DIMS
 from rocm_serve.checkpoint.synthetic_configs import Dims, SpecialIds
+from rocm_serve.errors import UserError
+from rocm_serve.outputs import check_folder
 
 # From easy to hard; the one whose expected score, from validation problems by level, is nearest to AIM is the pool's.
 MIXES: tuple[Mix, ...] = (
@@ -344,14 +348,19 @@ def summary(report: Sequence[dict[str, object]]) -> dict[str, float]:
     return {"n": n} | {key: round(sum(float(line[key]) for line in report) / n, 4) for key in keys}  # type: ignore[arg-type]
 
 
-def main() -> None:
+def main() -> int:
     args = arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
+    check_folder("--out", args.out)
+    if not (args.tokenizer / "tokenizer.json").is_file():
+        raise UserError(f"--tokenizer {args.tokenizer}: there is no tokenizer.json")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"--device {args.device}: torch {torch.__version__} sees no GPU here; legal: cpu")
     training = Training(args, Log(args.out / "log.txt"))
     training.train()
     training.finish()
     training.text.pool.terminate()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended("train", main))

@@ -11,6 +11,7 @@ from evals import plain_gate
 from evals.references.hf_reference import Item, items_of
 from evals.tiny.generator import write_pool
 from rocm_serve.diagnostics.gate.reference import Reference, read_reference
+from rocm_serve.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = 60
@@ -46,5 +47,5 @@ def test_lost_answers_fail_and_are_named(items: list[Item], reference: Reference
 
 
 def test_other_prompts_are_refused(items: list[Item], reference: Reference) -> None:
-    with pytest.raises(SystemExit, match="question 0: its prompt"):
+    with pytest.raises(UserError, match="question 0: its prompt"):
         plain_gate.check_prompts([replace(items[0], prompt=items[0].prompt + " ")], reference)

@@ -22,17 +22,6 @@ def tasks() -> ModuleType:
     return module
 
 
-def test_absent_data_are_named_with_where_to_get_them(tasks: ModuleType, tmp_path: Path) -> None:
-    for word in ("no train.jsonl and no test.jsonl", "grade-school-math", "--data DIR"):
-        assert word in tasks.gsm8k_problem(tmp_path)
-    (tmp_path / "train.jsonl").write_text("{}\n")
-    assert "no test.jsonl." in tasks.gsm8k_problem(tmp_path)
-    (tmp_path / "test.jsonl").write_text('{"text": 1}\n')
-    assert "no 'question' and 'answer'" in tasks.gsm8k_problem(tmp_path)
-    (tmp_path / "test.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
-    assert tasks.gsm8k_problem(tmp_path) is None
-
-
 def test_written_tasks_hold_this_machines_paths_and_no_placeholder(
     tasks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
