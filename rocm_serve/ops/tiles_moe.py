@@ -7,7 +7,9 @@ BM: choices of an expert multiplied at once. DIRECT: every choice is a tile, not
 goes through all experts of a row and sums. UP_*: the product with gate and up; UP_SPLITS ways along K, or 0: whole,
 both in one program that quantises what they make. DOWN_*: the product with down. BN rows of a weight, UNROLL steps of
 128 columns at a time, WARPS, STAGES. PDL: a kernel is put on the device while the one before ends, as NVIDIA's can be.
-ALONE: of moe_experts/triton_alone.py, where UP_BK columns of UP_BN rows of gate and up are multiplied at once.
+ALONE 1: of moe_experts/triton_alone.py, where UP_BK columns of UP_BN rows of gate and up are multiplied at once.
+ALONE 2: of triton_alone_blocks.py, by matrix instructions: COLUMNS blocks at once, as BITS; MADE: what gate and up make
+is quantised in a launch of its own. EARLY: the kernel after this one may come at once; down reads before it waits.
 
 On sm_90, FP8 instructions (4 warps and more) keep some 14 bits of a sum; what is quantised next then moves by a code
 now and then, 4e-3 to 8e-3 of the result on an H200. Two warps multiply as float16, whose sums are float32: only those
@@ -27,6 +29,8 @@ Part = tuple[int, int, int, int]  # the numbers of one product, in the order of 
 
 MOST_FEW_ROWS = 256
 MOST_ROWS_ALONE = 2
+MOST_ROWS_BY_BLOCKS = 4
+_BYTES_OF_LANE = 256
 _UNITS = 132  # of an H200; a rule needs the order of magnitude
 _KEYS = ("BN", "WARPS", "STAGES", "UNROLL")
 
@@ -81,9 +85,20 @@ def moe_experts_tiles(shape: Shape, arch: str) -> list[Tile]:
     found: list[Tile] = []
     for splits, up in [*exact, *(() if inexact else ups)]:
         found += [_tile(16, direct, fused, splits, up, down) for fused, down in downs]
-    alone = _tiles_alone(shape) if rows <= MOST_ROWS_ALONE else []
+    alone = _tiles_alone(shape, arch) if rows <= MOST_ROWS_ALONE else []
+    alone += _tiles_by_blocks(shape, arch) if rows <= MOST_ROWS_BY_BLOCKS and shape["bits"] == 8 else []
     found = [_following(tile, arch) for tile in found]
     return [rule, *alone, *(found[0] | {"PDL": pdl} for pdl in (0, found[0]["PDL"])), *found]
+
+
+def moe_route_tile(shape: Shape, arch: str) -> Tile:
+    """Keep the kernel after the router's choice away until the end."""
+    return {"EARLY": 0}
+
+
+def moe_route_tiles(shape: Shape, arch: str) -> list[Tile]:
+    """List both, where a kernel can be put on the device while the one before ends."""
+    return [{"EARLY": early} for early in (0, 1)] if has_following(arch) else []
 
 
 def _following(tile: Tile, arch: str) -> Tile:
@@ -91,11 +106,38 @@ def _following(tile: Tile, arch: str) -> Tile:
     return tile | {"PDL": int(has_following(arch))}
 
 
-def _tiles_alone(shape: Shape) -> list[Tile]:
+def _tiles_alone(shape: Shape, arch: str) -> list[Tile]:
     """List tiles of rows alone: how many bytes a program has on its way, and how many programs that makes."""
     ups = ((8, 1024, 4), (16, 1024, 8), (8, 512, 4), (4, 1024, 4), (8, 2048, 8), (8, 2048, 4))
     downs = ((8, 4), (8, 8), (4, 4), (16, 8))
-    return [_alone(shape, *up, *down) for up in ups for down in downs]
+    found = [_alone(shape, *up, *down) for up in ups for down in downs]
+    return found + ([found[0] | {"EARLY": 1}] if has_following(arch) else [])
+
+
+def _tiles_by_blocks(shape: Shape, arch: str) -> list[Tile]:
+    """List pairs of a way up and a way down, then who may begin early; NVIDIA's float16 sums are those of float32.
+
+    A program of down has all that it reads of weights in registers.
+    """
+    following = has_following(arch)
+    columns, bits = (8, 16) if following else (16, 8)
+    ups = ((16, 4, 3), (16, 8, 3), (8, 4, 3), (8, 4, 4), (32, 8, 3), (4, 2, 4))
+    downs: list[tuple[int, ...]] = [(8, 4, 16, 8, 1), (8, 4, 16, 8, 0), (16, 8, 16, 8, 1), (16, 8, 16, 8, 0)]
+    downs += [(16, 8, columns, bits, 0), (4, 2, columns, bits, 1), (32, 8, 16, 8, 0)]
+    read = shape["k"] * -(-shape["i"] // 128) * 128  # bytes of a row of all weights of down
+    downs = [down for down in downs if read * down[0] <= _BYTES_OF_LANE * 32 * down[1]]
+    found = [_by_blocks(up, columns, bits, down, early=int(following)) for up in ups for down in downs]
+    if following:
+        found += [one | {f"{part}_EARLY": 0} for one in found[: len(downs)] for part in ("UP", "DOWN")]
+    return found
+
+
+def _by_blocks(up: tuple[int, int, int], columns: int, bits: int, down: tuple[int, ...], *, early: int) -> Tile:
+    tile = {"FEW": 1, "ALONE": 2, "MADE": down[4], "UP_STAGES": up[2]}
+    for part, sizes in (("UP", (*up[:2], columns, bits)), ("DOWN", down[:4])):
+        names = (f"{part}_{name}" for name in ("BN", "WARPS", "COLUMNS", "BITS"))
+        tile |= dict(zip(names, sizes, strict=True)) | {f"{part}_EARLY": early}
+    return tile
 
 
 def _alone(shape: Shape, up: int, deep: int, up_warps: int, down: int, down_warps: int) -> Tile:

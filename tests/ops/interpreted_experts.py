@@ -42,6 +42,15 @@ def alone(*, up: int, deep: int, down: int) -> tiles.Tile:
     return {"FEW": 1, "ALONE": 1, **sizes}
 
 
+def by_blocks(*, up: int, down: int, columns: int, made: int = 0) -> tiles.Tile:
+    """Return a tile of triton_alone_blocks.py; `up` and `down`: rows of a weight."""
+    tile = {"FEW": 1, "ALONE": 2, "MADE": made, "UP_STAGES": 2}
+    for part, rows in (("UP", up), ("DOWN", down)):
+        tile |= {f"{part}_BN": rows, f"{part}_WARPS": 4, f"{part}_COLUMNS": columns, f"{part}_BITS": 8}
+        tile |= {f"{part}_EARLY": 1}
+    return tile
+
+
 def provider(tile: tiles.Tile) -> Callable[..., torch.Tensor]:
     from rocm_serve.ops.moe_experts.triton import moe_experts
 
@@ -198,6 +207,21 @@ def moe_experts_alone_fp8_rows(g: torch.Generator) -> list[float]:
     return _of_rows(g, alone(up=8, deep=128, down=16)) + _of_rows(g, alone(up=32, deep=1024, down=64))
 
 
+def moe_experts_by_blocks(g: torch.Generator) -> list[float]:
+    """Rows without an expert, a count on the device; blocks that a step lacks, scales of each row of a weight."""
+    made, run = some_elsewhere(g, 5, 72), provider(by_blocks(up=16, down=32, columns=8))
+    found = errors("moe_experts", run, made) + errors("moe_experts", run, made | {"num_rows": 0})
+    run = provider(by_blocks(up=64, down=64, columns=2))
+    found += errors("moe_experts", run, case(g, 1, 300, 192, 3, 2, block=True))
+    return found + errors("moe_experts", run, case(g, 1, 256, 128, 3, 3, block=True))
+
+
+def moe_experts_by_blocks_fp8_rows(g: torch.Generator) -> list[float]:
+    return _of_rows(g, by_blocks(up=64, down=64, columns=2)) + _of_rows(
+        g, by_blocks(up=128, down=64, columns=4, made=1)
+    )
+
+
 def _of_rows(g: torch.Generator, tile: tiles.Tile) -> list[float]:
     made = case(g, 4, 256, 128, 3, 2, block=True) | {"x_TH": exact_rows(g, 4, 256), "activation": "fp8_1x128"}
     return errors("moe_experts", provider(tile), made)
@@ -223,6 +247,7 @@ def moe_experts_sent_rows(g: torch.Generator) -> str | list[float]:
     sent = made | {"x_TH": rows, "x_scale": wide(scales), "out_dtype": F32}
     for live, tile in (
         (4, alone(up=16, deep=128, down=16)),
+        (4, by_blocks(up=64, down=64, columns=2)),
         (4, many(short=1)),
         (torch.tensor([4], dtype=torch.int32), few(direct=0, fused=1, splits=1)),
     ):
@@ -248,11 +273,16 @@ LIMITS: dict[str, float] = dict.fromkeys(
         "moe_experts_in_one_go",
         "moe_experts_in_order_fp8_weights",
         "moe_experts_alone",
+        "moe_experts_by_blocks",
         "moe_experts_sent_rows",
     ),
     2e-6,
 ) | dict.fromkeys(
-    ("moe_experts_in_tiles_fp8_rows", "moe_experts_in_order_fp8_rows", "moe_experts_alone_fp8_rows"), 0.15
+    (
+        *("moe_experts_in_tiles_fp8_rows", "moe_experts_in_order_fp8_rows", "moe_experts_alone_fp8_rows"),
+        "moe_experts_by_blocks_fp8_rows",
+    ),
+    0.15,
 )
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from rocm_serve.ops import tiles
-from rocm_serve.ops.tiles_moe import MOST_FEW_ROWS, MOST_ROWS_ALONE
+from rocm_serve.ops.tiles_moe import MOST_FEW_ROWS, MOST_ROWS_ALONE, MOST_ROWS_BY_BLOCKS
 
 SHAPES = {
     "35B": {"k": 8, "e": 256, "h": 2048, "i": 512},
@@ -30,6 +30,17 @@ def held(tile: tiles.Tile, part: str, arch: str) -> int:
 def test_what_is_tried_fits_and_is_tried_once(shape: str, rows: int, arch: str, bits: int) -> None:
     tried = tiles.candidates("moe_experts", {**SHAPES[shape], "rows": rows, "bits": bits}, arch)
     assert all(one not in tried[:i] for i, one in enumerate(tried))
+    by_blocks = [tile for tile in tried if tile.get("ALONE") == 2]
+    assert bool(by_blocks) == (rows <= MOST_ROWS_BY_BLOCKS and bits == 8)
+    for tile in by_blocks:
+        early = {tile["UP_EARLY"], tile["DOWN_EARLY"]}
+        assert early == {0} if arch != "sm_90" else 1 in early
+        assert tile["UP_BITS"] == (16 if arch == "sm_90" else 8), "what gate and up make is quantised next"
+        on_the_way = (tile["UP_STAGES"] - 1) * 2 * tile["UP_BN"] * tile["UP_COLUMNS"] * 128
+        assert arch != "sm_90" or on_the_way <= 200 << 10, "and the row beside"
+        in_registers = SHAPES[shape]["k"] * SHAPES[shape]["i"] * tile["DOWN_BN"]
+        assert in_registers <= 256 * 32 * tile["DOWN_WARPS"]
+    tried = [tile for tile in tried if tile not in by_blocks]
     alone = [tile for tile in tried if "ALONE" in tile]
     assert bool(alone) == (rows <= MOST_ROWS_ALONE)
     assert all(128 <= tile["UP_BK"] <= SHAPES[shape]["h"] and 128 % tile["UP_BN"] == 0 for tile in alone)

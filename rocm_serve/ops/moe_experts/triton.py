@@ -12,6 +12,7 @@ import triton.language as tl
 from rocm_serve.ops import tiles
 from rocm_serve.ops.moe_experts.reference import check_quantised
 from rocm_serve.ops.moe_experts.triton_alone import rows_alone
+from rocm_serve.ops.moe_experts.triton_alone_blocks import rows_alone_by_blocks
 from rocm_serve.ops.moe_experts.triton_few import few_rows
 from rocm_serve.ops.moe_experts.triton_grouped import many_rows
 from rocm_serve.ops.triton_common.triton import arch, dot_dtype, rows_of
@@ -65,7 +66,9 @@ def moe_experts(
     tile = tiles.tile("moe_experts", shape, arch())
     tensors = (rows_of(x_TH), None if x_scale is None else x_scale.contiguous(), ids_Tk.contiguous())
     tensors += (weights_Tk.contiguous(), num_rows, w13_EIH, w13_scale, w2_EHI, w2_scale, out_TH)
-    if tile.get("ALONE"):
+    if tile.get("ALONE") == 2:
+        rows_alone_by_blocks(*tensors, quantised=quantised, dot=few_dot, tile=tile)
+    elif tile.get("ALONE"):
         rows_alone(*tensors, quantised=quantised, tile=tile)
     elif tile["FEW"]:
         few_rows(*tensors, quantised=quantised, dot=few_dot, tile=tile)

@@ -51,6 +51,7 @@ def rows_alone(
         "RUN": 16 // w13_EIH.itemsize,
         **following(),
     }
+    early = bool(tile.get("EARLY"))
     both = torch.empty(choices, 2 * width, dtype=torch.float32, device=x.device)
     up, deep = tile["UP_BN"], max(BLOCK, min(tile["UP_BK"], triton.next_power_of_2(hidden)))
     top = fp8_max(w13_EIH.dtype) if quantised else 0.0
@@ -61,13 +62,14 @@ def rows_alone(
         ONE_SCALE=BLOCK % up == 0 and width % BLOCK == 0,
         **{"BN": up, "BK": deep, "WIDE": min(_WIDE, deep)},
         STAGES=tile["UP_STAGES"] if deep < hidden else 1,
+        EARLY=early,
         num_warps=tile["UP_WARPS"],
         **common,
     )
     made = torch.empty(choices, width, dtype=w13_EIH.dtype if quantised else torch.float32, device=x.device)
     made_scale = torch.empty(choices, width_blocks, dtype=torch.float32, device=x.device) if quantised else None
     few_activate_kernel[(blocks(choices, 4), width_blocks)](
-        both, made, made_scale, choices, WIDTH=width, SPLITS=1, TOP=top, ROWS=4, num_warps=4, **following()
+        both, made, made_scale, choices, WIDTH=width, SPLITS=1, TOP=top, ROWS=4, EARLY=early, num_warps=4, **following()
     )
     down = tile["DOWN_BN"]
     alone_down_kernel[(rows, blocks(hidden, down))](
@@ -162,24 +164,24 @@ def alone_gate_up_kernel(
     BK: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply the row of one choice with BN rows of gate and of up: float32 [T k, 2 WIDTH]."""
     wait_for_previous(PDL)
+    let_next_begin(PDL and EARLY)
     choice = tl.program_id(0)
     expert = expert_of(ids_ptr, choice, num_choices, num_rows, TOP_K, ROWS_ON_DEVICE)
     if (expert < 0) | (expert >= EXPERTS):
         return
-    row = (choice // TOP_K).to(tl.int64)
-    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    row, column = (choice // TOP_K).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
     inside = tl.minimum(column, WIDTH - 1)
     deep, own = columns_of(BK, WIDE), expert.to(tl.int64)
     gate_at = w_ptr + ((own * (2 * WIDTH) + inside) * K)[None, :, None] + deep
     blocks_of_k: tl.constexpr = (K + _BLOCK - 1) // _BLOCK
     block = columns_of(BK // _BLOCK, WIDE // _BLOCK)
     x_at = tl.arange(0, BK // _BLOCK)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    gate = tl.zeros((BK // WIDE, BN, WIDE // RUN), tl.float32)
-    up = tl.zeros((BK // WIDE, BN, WIDE // RUN), tl.float32)
+    gate, up = tl.zeros((BK // WIDE, BN, WIDE // RUN), tl.float32), tl.zeros((BK // WIDE, BN, WIDE // RUN), tl.float32)
     for k in tl.range(0, K, BK, num_stages=STAGES):
         # rows of the weight last: of several tiles, the one loaded last says in which lanes products are made
         x = tl.load(x_ptr + row * x_stride + k + x_at, mask=x_at < K - k, other=0.0).to(tl.float32)
@@ -195,7 +197,7 @@ def alone_gate_up_kernel(
         x = tl.reshape(x, (BK // WIDE, 1, WIDE))
         gate += multiplied(gate_w, x, gate_s, RUN)
         up += multiplied(up_w, x, up_s, RUN)
-    let_next_begin(PDL)
+    let_next_begin(PDL and not EARLY)
     to = both_ptr + choice.to(tl.int64) * (2 * WIDTH) + column
     tl.store(to, tl.sum(tl.sum(gate, 0), 1), mask=column < WIDTH)
     tl.store(to + WIDTH, tl.sum(tl.sum(up, 0), 1), mask=column < WIDTH)

@@ -273,9 +273,11 @@ def few_activate_kernel(
     TOP: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """Add up the parts of gate and up, and quantise what they make. What no program has written is read by none."""
     wait_for_previous(PDL)
+    let_next_begin(PDL and EARLY)
     choice = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     live = (choice < num_choices)[:, None] & (column < WIDTH)[None, :]
@@ -286,7 +288,7 @@ def few_activate_kernel(
         from_here = parts_ptr + at[:, None] + column[None, :]
         gate += tl.load(from_here, mask=live, other=0.0)
         up += tl.load(from_here + WIDTH, mask=live, other=0.0)
-    let_next_begin(PDL)
+    let_next_begin(PDL and not EARLY)
     hidden = gate * tl.sigmoid(gate) * up
     store_hidden(hidden, choice, choice < num_choices, column, hidden_ptr, hidden_scale_ptr, WIDTH, TOP)
 

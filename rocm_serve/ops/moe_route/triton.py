@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_serve.ops.triton_common.triton import following, let_next_begin, rows_of, wait_for_previous
+from rocm_serve.ops.tiles import tile
+from rocm_serve.ops.triton_common.triton import arch, following, let_next_begin, rows_of, wait_for_previous
 
 
 def moe_route(logits_TE: torch.Tensor, *, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,6 +33,7 @@ def moe_route(logits_TE: torch.Tensor, *, top_k: int, renormalise: bool) -> tupl
             RENORMALISE=renormalise,
             BLOCK=block,
             BLOCK_K=triton.next_power_of_2(top_k),
+            EARLY=bool(tile("moe_route", {"rows": rows, "k": top_k, "e": experts}, arch())["EARLY"]),
             num_warps=max(1, min(8, block // 512)),
             **following(),
         )
@@ -49,9 +51,12 @@ def moe_route_kernel(
     RENORMALISE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One row. EARLY: the next kernel may begin at once."""
     wait_for_previous(PDL)
+    let_next_begin(PDL and EARLY)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     place = tl.arange(0, BLOCK_K)
@@ -72,6 +77,6 @@ def moe_route_kernel(
     if RENORMALISE:
         weights = weights / total
     weights = tl.where(mass == mass, weights, mass)  # a NaN among the logits makes their sum one
-    let_next_begin(PDL)
+    let_next_begin(PDL and not EARLY)
     tl.store(ids_ptr + row * TOP_K + place, ids, mask=place < TOP_K)
     tl.store(weights_ptr + row * TOP_K + place, weights, mask=place < TOP_K)
