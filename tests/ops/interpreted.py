@@ -179,10 +179,11 @@ def shared_down_add(g: torch.Generator) -> list[float]:
     from rocm_serve.ops.shared_down_add.triton import shared_down_add as provider
 
     found = []
-    for rows, width, n in ((1, 51, 37), (3, 64, 19), (4, 64, 16)):
+    whole = {"BN": 8, "num_warps": 1, "num_stages": 1}
+    for rows, width, n, more in ((1, 51, 37, {}), (3, 64, 19, {}), (4, 64, 16, {}), (19, 51, 37, {"BM": 16, "BK": 32})):
         made = down_case(g, F32, t=rows, i=width, h=n)
         made |= {name: wide(made[name]) for name in ("routed_TH", "gate_up_TI", "gate_T1", "weight_HI")}
-        with tiles.forced("shared_down_add", {"BN": 8, "num_warps": 1, "num_stages": 1}):
+        with tiles.forced("shared_down_add", whole | more):
             found += errors("shared_down_add", provider, made)
     return found
 
@@ -204,11 +205,12 @@ def fp8_linear_in_tiles(g: torch.Generator) -> list[float] | str:
     from rocm_serve.ops.fp8_linear.triton import fp8_linear as provider
 
     found = []
-    tile = {"MANY": 1, "BM": 16, "BK": 128, "DESC": 0, "REGS": 1, "num_warps": 4, "num_stages": 1}
+    tile = {"MANY": 1, "BM": 16, "BK": 128, "REGS": 1, "num_warps": 4, "num_stages": 1}
     for (t, k, n), sizes in (
-        ((37, 200, 130), {"BN": 64, "PARTS": 2, "GROUP": 2, "PROGRAMS": 0}),
-        ((17, 256, 384), {"BN": 64, "PARTS": 4, "GROUP": 8, "PROGRAMS": 3}),
-        ((5, 128, 128), {"BN": 128, "PARTS": 1, "GROUP": 1, "PROGRAMS": 9}),
+        ((37, 200, 130), {"BN": 64, "PARTS": 2, "GROUP": 2, "PROGRAMS": 0, "DESC": 0}),
+        ((37, 256, 144), {"BN": 64, "PARTS": 4, "GROUP": 2, "PROGRAMS": 2, "DESC": 1}),
+        ((17, 256, 384), {"BN": 64, "PARTS": 4, "GROUP": 8, "PROGRAMS": 3, "DESC": 0}),
+        ((5, 128, 128), {"BN": 128, "PARTS": 1, "GROUP": 1, "PROGRAMS": 9, "DESC": 1}),
     ):
         weight, scale = block_fp8(g, n, k, scale=k**-0.5)
         made = {"weight_NK": weight, "scale": scale, "x_TK": wide(exact_rows(g, t, k)), "activation": "fp8_1x128"}

@@ -158,7 +158,8 @@ def moe_experts_in_turn(g: torch.Generator) -> list[float]:
     found = errors("moe_experts", provider(many(**turn)), made)
     found += errors("moe_experts", provider(many(halves=1, **turn)), made | {"num_rows": 0})
     made = case(g, 5, 160, 192, 3, 2, block=True)
-    return found + errors("moe_experts", provider(many(halves=1, TILED=1, DOWN_PROGRAMS=12)), made)
+    described = many(halves=1, TILED=1, DOWN_PROGRAMS=12, UP_DESC=1, DOWN_DESC=1)
+    return found + errors("moe_experts", provider(described), made)
 
 
 def moe_experts_in_panels(g: torch.Generator) -> list[float]:
