@@ -42,10 +42,21 @@ NEIGHBOURS = (1, 7, 31)
 FIRST = 32  # questions that the gate is asked before the rest
 
 
-def parity(fault: Fault | None, model: Path, folder: Path, *, spec: str = "", b: str = "hf") -> flow.Parity:
-    """Run `rocm-serve parity` with the fault in side A. `spec`: of A, else the fault's. Errors: UserError."""
+def parity(
+    fault: Fault | None,
+    model: Path,
+    folder: Path,
+    *,
+    spec: str = "",
+    b: str = "hf",
+    lengths: Sequence[int] = prompts.LENGTHS,
+) -> flow.Parity:
+    """Run `rocm-serve parity` with the fault in side A. `spec`: of A, else the fault's. Errors: UserError.
+
+    `lengths`: which of the drawn prompts.
+    """
     tokenizer = Tokenizer.from_dir(model)
-    asked, new_tokens = prompts.drawn(tokenizer), 8
+    asked, new_tokens = [prompt for prompt in prompts.drawn(tokenizer) if len(prompt.ids) in lengths], 8
     longest = max(len(prompt.ids) for prompt in asked) + new_tokens
     text = spec or (fault.spec if fault is not None else "tp=1,dtype=float32")
     planted = {} if fault is None else {FAULT: fault.name, TAPS: "1"}

@@ -17,7 +17,8 @@ from rocm_serve.diagnostics.gate.reference import read_reference
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "evals" / "tiny" / "checkpoint"
 # One of loaded weights, one of code that needs two ranks: `make planted` runs them all.
-QUICK = ("top-k-not-renormalised", "qkv-contiguous")
+QUICK = {"top-k-not-renormalised": "hf", "qkv-contiguous": "tp=1,dtype=float32"}  # fault -> side B
+SHORT = (3, 31)  # prompts where a fault shows in any row; `make planted` has them all
 
 
 def test_there_are_faults_enough_and_each_says_where_it_happened() -> None:
@@ -65,11 +66,11 @@ def test_the_ledger_refuses_files_that_lack_the_tensors(name: str, tmp_path: Pat
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("name", QUICK)
-def test_parity_names_layer_and_op(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "b"), QUICK.items())
+def test_parity_names_layer_and_op(name: str, b: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
     assert not fault.layout
-    found = detectors.parity(fault, MODEL, tmp_path)
+    found = detectors.parity(fault, MODEL, tmp_path, b=b, lengths=SHORT)
     assert not found.agree and found.divergence is not None
     assert detectors.named(fault, found), f"expected {fault.site}: {found.divergence.how}: {found.divergence.first}"
 
@@ -79,13 +80,15 @@ def test_parity_names_layer_and_op(name: str, tmp_path: Path) -> None:
 def test_parity_names_the_experts_where_ranks_work_on_rows_of_their_own(tmp_path: Path) -> None:
     """Some have none in a step of few rows, and still say in which order sites come."""
     fault = FAULTS["expert-map-as-mask"]
-    found = detectors.parity(fault, MODEL, tmp_path, b="tp=1,dtype=float32")
+    found = detectors.parity(fault, MODEL, tmp_path, b="tp=1,dtype=float32", lengths=SHORT)
     assert detectors.named(fault, found), f"expected {fault.site}: {found.divergence}"
 
 
 @pytest.mark.multirank
 def test_without_a_fault_parity_agrees_with_hf(tmp_path: Path) -> None:
-    found = detectors.parity(None, MODEL, tmp_path, spec="tp=2,pp=2,ep=2,expert_exchange=torch,dtype=float32,chunk=64")
+    """Prompts of a chunk and of two."""
+    spec = "tp=2,pp=2,ep=2,expert_exchange=torch,dtype=float32,chunk=64"
+    found = detectors.parity(None, MODEL, tmp_path, spec=spec, lengths=(1, 65))
     assert found.agree, found.prompts
 
 
