@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -38,17 +37,16 @@ def test_a_note_of_one_rank_is_read_by_the_others(make: Callable[[int], list[Boa
 @pytest.mark.parametrize("make", [in_one_process, over_a_store])
 def test_a_reader_waits_and_says_that_it_lives(make: Callable[[int], list[Board]]) -> None:
     first, second = make(2)
-    ticks: list[float] = []
+    thrice = threading.Semaphore(0)
 
     def late() -> None:
-        time.sleep(0.4)
+        assert all(thrice.acquire(timeout=20) for _ in range(3))
         first.post("decision", "now")
 
     writer = threading.Thread(target=late)
     writer.start()
-    assert read(second, "decision", lambda: ticks.append(time.monotonic()), 20) == "now"
+    assert read(second, "decision", thrice.release, 60) == "now"
     writer.join()
-    assert len(ticks) >= 3
 
 
 def test_a_note_is_written_once() -> None:
