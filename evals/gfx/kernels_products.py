@@ -155,7 +155,10 @@ _EXCEPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "linear_kernel": {"wide_stores": _MATRIX},
         "one_row_kernel": {"wide_stores": _COLUMNS},
         "add_norm_linear_kernel": {"wide_stores": _COLUMNS},
-        "shared_down_add_kernel": {"wide_stores": _COLUMNS},
+        "few_shared_down_add_kernel": {"wide_stores": _COLUMNS},
+        "shared_down_add_kernel": {
+            "wide_stores": "stored as the matrix instruction leaves it: a row's columns 16 lanes apart"
+        },
         "weight_left_kernel": {
             "wide_stores": "stored as the matrix instruction leaves it: a row's columns 16 lanes apart"
         },
@@ -278,7 +281,8 @@ TRIALS: tuple[Trial, ...] = (
         "add_norm_linear_kernel",
         odd=True,
     ),
-    _trial("shared_down_add", "3 x 264 x 40", partial(_down, rows=3, width=264, n=40), "shared_down_add_kernel"),
+    _trial("shared_down_add", "3 x 264 x 40", partial(_down, rows=3, width=264, n=40), "few_shared_down_add_kernel"),
+    _trial("shared_down_add", "19 x 136 x 40", partial(_down, rows=19, width=136, n=40), "shared_down_add_kernel"),
     *(
         _trial(
             "add_norm_linear",
@@ -290,8 +294,9 @@ TRIALS: tuple[Trial, ...] = (
         for t in (1, 4)
     ),
     *(
-        _trial("shared_down_add", f"{t} x 256 x 8192", partial(_real_down, rows=t), "shared_down_add_kernel", real=True)
-        for t in (1, 4)
+        _trial("shared_down_add", f"{t} x 256 x 8192", partial(_real_down, rows=t), kernel, real=True)
+        for kernel, counts in (("few_shared_down_add_kernel", (1, 4)), ("shared_down_add_kernel", (16, 64)))
+        for t in counts
     ),
     *(
         _fp8_trial(f"{t} x {k} x {n}", a, partial(_fp8_linear, rows=t, k=k, n=n, activation=a))

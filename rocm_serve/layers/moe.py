@@ -18,13 +18,14 @@ from rocm_serve.layers.linear import Linear
 from rocm_serve.layers.mlp import GatedMLP
 from rocm_serve.layers.weights import OpWeights, Weights
 from rocm_serve.ops.bind import REFERENCE, BoundOps
-from rocm_serve.ops.tiles_linear import FOLDED_ROWS
+from rocm_serve.ops.tiles_linear import SHARED_ROWS
 from rocm_serve.parallel.comm import Comm
 from rocm_serve.parallel.exchange.contract import Dispatched, ExchangeSpec, ExpertExchange
 from rocm_serve.parallel.exchange.local import LocalExchange
 from rocm_serve.parallel.expert_map import ExpertMap, ExpertPlan
 
 Shared = Callable[[], torch.Tensor]  # computes what the shared expert makes of a rank's own rows
+_ALIGNED = 16  # numbers between whose multiples rows of a product begin: pieces of them are read 16 bytes at once
 End = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from what routed experts made of a rank's rows, and these
 
 
@@ -110,7 +111,7 @@ class SparseMoe(nn.Module):
     where they are complete, the shared expert is whole and computed for a rank's own rows, and nothing is reduced.
     Where a kernel is bound as shared_expert_add, it does the work of the shared expert's gate and of both sums, and one
     product makes the router's logits and the shared expert's gate and up. Where one is bound as shared_down_add, that
-    product of a few rows makes what opens the shared expert's gate too, and the kernel does all that is left.
+    product of some rows makes what opens the shared expert too, and the kernel does all that is left.
     `observe`, when set, is called with the experts chosen, int32 [n, k], and how many of these rows are no padding:
     on every rank with its own rows where they are scattered, else with all rows.
     """
@@ -196,10 +197,12 @@ class SparseMoe(nn.Module):
             parts.append(self.shared_expert_gate)
         plain = [weight for part in parts if (weight := part.plain_weight) is not None]
         if len(plain) == len(parts) and len({weight.dtype for weight in plain}) == 1:
-            self._first = plain[0].new_empty(sum(map(len, plain)), plain[0].shape[1])
-            for weight, rows in zip(plain, self._first.split([len(weight) for weight in plain]), strict=True):
+            sizes = [len(weight) for weight in plain]
+            padding = -sum(sizes) % _ALIGNED if len(parts) == 3 else 0
+            self._first = plain[0].new_zeros(sum(sizes) + padding, plain[0].shape[1])
+            for weight, rows in zip(plain, self._first.split([*sizes, padding]), strict=False):
                 weight.data = rows
-            self._first_of_many = self._first[: len(plain[0]) + len(plain[1])]
+            self._first_of_many = self._first[: sizes[0] + sizes[1]]
             self._project = self._project_at_once
 
     def _project_apart(self, x_nH: torch.Tensor) -> tuple[torch.Tensor, End]:
@@ -207,14 +210,14 @@ class SparseMoe(nn.Module):
         return self.gate(x_nH), self._adding(partial(self.shared_expert.partial, x_nH))
 
     def _project_at_once(self, x_nH: torch.Tensor) -> tuple[torch.Tensor, End]:
-        return self._cut(self.ops.linear(x_nH, self._first if len(x_nH) <= FOLDED_ROWS else self._first_of_many))
+        return self._cut(self.ops.linear(x_nH, self._first if len(x_nH) <= SHARED_ROWS else self._first_of_many))
 
     def _cut(self, made_nN: torch.Tensor) -> tuple[torch.Tensor, End]:
         """Do what `_project_apart` does, with what a product has made."""
         experts, width = len(self.gate.weight), len(self.shared_expert.gate_up_proj.weight)
-        logits_nE, gate_up_nI, gate_n1 = made_nN.tensor_split((experts, experts + width), dim=1)
-        if gate_n1.shape[1]:
-            return logits_nE, partial(self._down_and_add, gate_up_nI, gate_n1)
+        logits_nE, gate_up_nI, rest = made_nN.tensor_split((experts, experts + width), dim=1)
+        if rest.shape[1]:
+            return logits_nE, partial(self._down_and_add, gate_up_nI, rest[:, :1])
         return logits_nE, self._adding(partial(self.shared_expert.partial_of, gate_up_nI))
 
     def _down_and_add(

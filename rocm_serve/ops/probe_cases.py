@@ -32,7 +32,7 @@ from rocm_serve.ops.shared_down_add.cases import down_case
 from rocm_serve.ops.shared_expert_add.cases import shared_case
 from rocm_serve.ops.sigmoid_mul.cases import sigmoid_mul_case, sigmoid_mul_heads_case
 from rocm_serve.ops.silu_mul.cases import silu_mul_case
-from rocm_serve.ops.tiles_linear import FOLDED_ROWS
+from rocm_serve.ops.tiles_linear import FOLDED_ROWS, SHARED_ROWS
 
 # Row counts at which released kernels change their path or were wrong (MoE kernels above 32 rows; faults at 304), and
 # the largest step, at which block products have returned NaN.
@@ -113,24 +113,20 @@ def _shared_adds(facts: OpFacts) -> Cases:
             yield f"{t} x {facts.hidden_size}", partial(shared_case, t=t, h=facts.hidden_size)
 
 
-def _folded_counts(facts: OpFacts) -> range:
-    return range(min(FOLDED_ROWS, facts.max_rows) + 1)
-
-
 def _norms_in_products(facts: OpFacts) -> Cases:
     """Products of a layer's normed rows, weight by weight, though some are joined."""
     plain = [shape for shape in facts.linears if not shape.fp8 and shape.columns == facts.hidden_size]
     for shape in plain:
         if shape.rows == facts.vocab:
             continue  # the head's rows are picked between its norm and its product
-        for t in _folded_counts(facts):
+        for t in range(min(FOLDED_ROWS, facts.max_rows) + 1):
             case = partial(add_norm_linear_case, t=t, h=shape.columns, n=shape.rows, eps=facts.eps)
             yield f"{t} x [{shape.rows}, {shape.columns}]", case
 
 
 def _shared_downs(facts: OpFacts) -> Cases:
     if facts.num_experts:
-        for t in _folded_counts(facts):
+        for t in (t for t in (0, 1, 3, 16, 33, SHARED_ROWS) if t <= facts.max_rows):
             name = f"{t} x [{facts.hidden_size}, {facts.mlp_width}]"
             yield name, partial(down_case, t=t, i=facts.mlp_width, h=facts.hidden_size)
 

@@ -29,7 +29,14 @@ from rocm_serve.ops.tiles_gdn import (
     gdn_step_tiles,
     gdn_tiles,
 )
-from rocm_serve.ops.tiles_linear import folded_tile, folded_tiles, linear_tile, linear_tiles
+from rocm_serve.ops.tiles_linear import (
+    folded_tile,
+    folded_tiles,
+    linear_tile,
+    linear_tiles,
+    shared_tile,
+    shared_tiles,
+)
 from rocm_serve.ops.tiles_moe import moe_experts_tile, moe_experts_tiles, moe_route_tile, moe_route_tiles
 from rocm_serve.ops.tiles_prefill import attention_prefill_tile, attention_prefill_tiles
 
@@ -158,4 +165,4 @@ RULES["gdn_step_drafts"], CANDIDATES["gdn_step_drafts"] = gdn_drafts_tile, gdn_t
 RULES["linear"], CANDIDATES["linear"] = linear_tile, linear_tiles
 RULES["moe_experts"], CANDIDATES["moe_experts"] = moe_experts_tile, moe_experts_tiles
 RULES["moe_route"], CANDIDATES["moe_route"] = moe_route_tile, moe_route_tiles
-RULES["shared_down_add"], CANDIDATES["shared_down_add"] = folded_tile, folded_tiles
+RULES["shared_down_add"], CANDIDATES["shared_down_add"] = shared_tile, shared_tiles

@@ -7,7 +7,7 @@ with BM: BM rows on the right of matrix instructions, inner columns cut among SP
 before the rows are there (NVIDIA). Else a program makes BM rows by BN columns of the result, BK columns at a time.
 
 Products that make their rows on the way (add_norm_linear, shared_down_add) have tiles of their own: BN rows of the
-weight, whole, in the registers of num_warps.
+weight, whole, in the registers of num_warps; or, with BM, as FEW with BM above.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ _PROGRAMS = 256  # that a product should have: two for each unit of an H200, nea
 _SHARED = 160 << 10  # bytes of tiles on their way in one program, at most
 _MOST_FEW_ROWS = 64
 _AHEAD = 128 << 10  # bytes that a program may ask for before its rows are there
-FOLDED_ROWS = 4  # of a step, for which every program of a product may make what it multiplies
+FOLDED_ROWS = 4  # of a step, for which every program of a product may make a norm of what it multiplies
+SHARED_ROWS = 64  # the same of the shared expert's hidden rows, which are shorter
 _MOST_LANES = 1024  # of a program
 _HELD = (16, 128)  # elements of a weight that a lane may hold: fewer are not worth a program, more do not fit
+_HIDDEN = 64  # of hidden rows before they are multiplied, at most
 _MADE = (8, 32)  # of a row: fewer do not lie as those of the weight, more do not fit beside them
 VENDOR: Mapping[str, int] = {"VENDOR": 1}
 
@@ -84,6 +86,33 @@ def folded_tiles(shape: Shape, arch: str) -> list[Tile]:
         if lanes <= _MOST_LANES and _MADE[0] <= made <= _MADE[1]:
             found += [_folded(rows, warps) for rows in (1, 2, 4, 8, 16) if _HELD[0] <= rows * made <= _HELD[1]]
     return found
+
+
+def shared_tile(shape: Shape, arch: str) -> Tile:
+    """Multiply a few rows in place, more of them by matrix instructions: two programs for each unit, if there are."""
+    if shape["rows"] <= FOLDED_ROWS:
+        return folded_tile(shape, arch)
+    if shape["bytes"] == 4:
+        return _shared(shape, 16, 32, 2, 1)
+    few = 16 if -(-shape["n"] // 32) < _PROGRAMS else 32
+    if arch.startswith("gfx"):
+        return _shared(shape, few, 128, 2, 2)
+    return _shared(shape, few, 128, 2, 4) if shape["rows"] <= 16 else _shared(shape, 32, 128, 4, 2)
+
+
+def shared_tiles(shape: Shape, arch: str) -> list[Tile]:
+    """List tiles that may win at so many rows."""
+    found = folded_tiles(shape, arch) if shape["rows"] <= FOLDED_ROWS else []
+    if shape["rows"] > 1 and shape["bytes"] == 2:
+        cuts = ((16, 128, 1), (16, 128, 2), (16, 256, 2), (32, 128, 2), (32, 128, 4), (64, 128, 4), (64, 64, 4))
+        for columns, k, warps in cuts:
+            if _rows_of_tile(shape) * k <= _HIDDEN * warps * _lanes(arch):
+                found += [_shared(shape, columns, k, warps, s) for s in ((1, 2) if arch.startswith("gfx") else (2, 4))]
+    return found
+
+
+def _shared(shape: Shape, columns: int, k: int, warps: int, stages: int) -> Tile:
+    return {"BM": _rows_of_tile(shape), "BN": columns, "BK": k, "num_warps": warps, "num_stages": stages}
 
 
 def _folded(rows: int, warps: int) -> Tile:

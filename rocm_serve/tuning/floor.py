@@ -185,10 +185,11 @@ _MLP = (("gate", "shared gate_up", "shared gate"), ("shared down",))
 
 
 def readers_of(dims: Dims) -> dict[str, tuple[int, int]]:
-    """Name every product of normed rows as a GPU runs it, several weights as one: (rows of the weight, columns)."""
+    """Name every product of normed rows as a GPU runs it, several weights as one, padded: (its rows, columns)."""
     weights = linears_of(dims)
     groups = {"in_proj": _GDN[0], "qkv_proj": _FULL[0], "router and shared expert": _MLP[0]}
-    return {name: (sum(weights[one][0] for one in group), dims.hidden) for name, group in groups.items()}
+    sizes = {name: sum(weights[one][0] for one in group) for name, group in groups.items()}
+    return {name: (-(-size // 16) * 16, dims.hidden) for name, size in sizes.items()}
 
 
 def products(dims: Dims, rows: int, groups: Sequence[Sequence[str]], op: str) -> Cost:

@@ -8,7 +8,7 @@ import msgspec
 
 from rocm_serve.checkpoint.synthetic_configs import Dims
 from rocm_serve.ops.facts import OpFacts
-from rocm_serve.ops.tiles_linear import FOLDED_ROWS
+from rocm_serve.ops.tiles_linear import FOLDED_ROWS, SHARED_ROWS
 
 # Batches that graphs are captured at, in the order in which they matter to a server.
 ROWS = (16, 64, 1, 256, 8, 32, 128, 4, 2)
@@ -93,6 +93,7 @@ def _products(count: int, linears: Iterable[str]) -> Iterator[Point]:
     if count <= FOLDED_ROWS:
         for name in ("in_proj", "qkv_proj", "router and shared expert"):
             yield Point("norm_in_product", {"rows": count, "name": name})
+    if count <= SHARED_ROWS:
         yield Point("shared_down", {"rows": count})
 
 

@@ -17,7 +17,7 @@ from rocm_serve.layers.gated_delta_net import GatedDeltaNet
 from rocm_serve.layers.moe import SparseMoe
 from rocm_serve.ops.bind import OPS, BoundOps, bind_ops
 from rocm_serve.ops.contract import OpFunction, Provider
-from rocm_serve.ops.tiles_linear import FOLDED_ROWS
+from rocm_serve.ops.tiles_linear import FOLDED_ROWS, SHARED_ROWS
 from rocm_serve.parallel.comm import Comm, SoloComm, run_ranks
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform.table import provider_order
@@ -56,7 +56,7 @@ def rows_of_steps(
     seen: Counter[str],
     told: Callable[[nn.Module], None] = lambda model: None,
 ) -> list[torch.Tensor]:
-    """Return the last hidden rows of a step of two short prompts, of one decoding both, and of one with more rows."""
+    """Return the last hidden rows of a step of two short prompts, of one decoding both, and of two with more rows."""
     with mock.patch.object(harness, "bind_ops", return_value=with_kernels(names, seen)):
         mesh = Mesh(tp, 1)
         stage = harness.build_stage(harness.facts_of(hf), hf.state_dict(), mesh=mesh, rank=comm.rank, comm=comm)
@@ -67,6 +67,7 @@ def rows_of_steps(
         (harness.Chunk(a, [5]), harness.Chunk(b, [9, 3])),
         (harness.Chunk(a, [7], recurrent=True), harness.Chunk(b, [11], recurrent=True)),
         (harness.Chunk(a, [8], recurrent=True), harness.Chunk(b, list(range(FOLDED_ROWS)))),
+        (harness.Chunk(a, [2], recurrent=True), harness.Chunk(b, list(range(SHARED_ROWS)))),
     ):
         batch = harness.make_batch(chunks, stage.cache, 16)
         n = batch.num_rows
@@ -87,9 +88,9 @@ def test_a_layer_of_few_rows_runs_fewer_ops_and_makes_the_rows_of_its_parts(hf: 
     parts, folded = Counter[str](), Counter[str]()
     for ours, theirs in zip(run((*WHOLE, *FOLDED), folded), run(WHOLE, parts), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    layers, steps, folding = 4, 3, 2  # the last step has more rows than are folded
-    assert folded["add_norm_linear"] == tp * folding * 2 * (layers - 1)  # the first has nothing to add
-    assert folded["shared_down_add"] == tp * folding * layers
+    layers, steps = 4, 4
+    assert folded["add_norm_linear"] == tp * 2 * 2 * (layers - 1)  # of two steps; the first layer has nothing to add
+    assert folded["shared_down_add"] == tp * 3 * layers  # all but the last step
     assert parts["add_rms_norm"] - folded["add_rms_norm"] == folded["add_norm_linear"]
     assert parts["silu_mul"] - folded["silu_mul"] == folded["shared_down_add"]
     assert parts["shared_expert_add"] - folded["shared_expert_add"] == folded["shared_down_add"]

@@ -179,10 +179,11 @@ def shared_down_add(g: torch.Generator) -> list[float]:
     from rocm_serve.ops.shared_down_add.triton import shared_down_add as provider
 
     found = []
-    for rows, width, n in ((1, 51, 37), (3, 64, 19), (4, 64, 16)):
+    whole = {"BN": 8, "num_warps": 1, "num_stages": 1}
+    for rows, width, n, more in ((1, 51, 37, {}), (3, 64, 19, {}), (4, 64, 16, {}), (19, 51, 37, {"BM": 16, "BK": 32})):
         made = down_case(g, F32, t=rows, i=width, h=n)
         made |= {name: wide(made[name]) for name in ("routed_TH", "gate_up_TI", "gate_T1", "weight_HI")}
-        with tiles.forced("shared_down_add", {"BN": 8, "num_warps": 1, "num_stages": 1}):
+        with tiles.forced("shared_down_add", whole | more):
             found += errors("shared_down_add", provider, made)
     return found
 

@@ -79,3 +79,16 @@ def test_every_committed_table_names_kernels_and_keys_that_rules_know() -> None:
                     assert tiles.shape_key(shape) == key, f"{file.name} {kernel}: {key} is not as keys are written"
                     listed = tiles.candidates(kernel, shape, file.name.removesuffix(".json"))
                     assert tile.keys() <= {name for one in listed for name in one}, f"{file.name} {kernel} {key}"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("kernel", ["add_norm_linear", "shared_down_add"])
+def test_rows_of_a_weight_that_wait_for_what_is_made_fit_the_registers(kernel: str, arch: str) -> None:
+    lanes = 64 if arch == "gfx942" else 32
+    for rows, n, k in ((1, 12352, 2048), (4, 4640, 8192), (1, 2048, 512), (3, 8192, 256), (1, 40, 64)):
+        for one in tiles.candidates(kernel, {"rows": rows, "n": n, "k": k, "bytes": 2}, arch):
+            if "BM" not in one:  # these hold whole rows
+                assert one["BN"] * k <= 128 * lanes * one["num_warps"] and one["num_warps"] * lanes <= 1024
+    for rows in (5, 16, 33, 64):
+        found = tiles.candidates("shared_down_add", {"rows": rows, "n": 2048, "k": 512, "bytes": 2}, arch)
+        assert all(one["BM"] * one["BK"] <= 64 * lanes * one["num_warps"] for one in found) and len(found) > 2

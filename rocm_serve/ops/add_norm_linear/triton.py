@@ -25,8 +25,6 @@ from rocm_serve.ops.triton_common.triton import (
     wait_for_previous,
 )
 
-_ALIGNED = 16  # elements between whose multiples rows of a result begin: pieces of it are then read 16 bytes at once
-
 
 def add_norm_linear(
     x_TH: torch.Tensor,
@@ -48,7 +46,7 @@ def add_norm_linear(
     assert rows <= FOLDED_ROWS, f"{rows} rows; a program makes the norm of at most {FOLDED_ROWS}"
     assert total_TH.stride(-1) == 1, "the residual stream is written here: its rows must be contiguous"
     x, residual, weight = rows_of(x_TH), rows_of(residual_TH), rows_of(weight_NH)
-    y_TN = torch.empty(rows, blocks(n, _ALIGNED) * _ALIGNED, dtype=x.dtype, device=x.device)[:, :n]
+    y_TN = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     normed_TH = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
         chosen = tile("add_norm_linear", {"rows": rows, "n": n, "k": width, "bytes": weight.itemsize}, arch())
@@ -63,7 +61,6 @@ def add_norm_linear(
             x.stride(0),
             residual.stride(0),
             weight.stride(0),
-            y_TN.stride(0),
             total_TH.stride(0),
             rows,
             n,
@@ -90,7 +87,6 @@ def add_norm_linear_kernel(
     x_stride,
     residual_stride,
     w_stride,
-    y_stride,
     total_stride,
     num_rows,
     num_columns,
@@ -122,4 +118,4 @@ def add_norm_linear_kernel(
             tl.store(total_ptr + row * total_stride + at, total, mask=inside)
             tl.store(normed_ptr + row * WIDTH + at, normed, mask=inside)
         y = times(w, normed).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row * y_stride + column, y, mask=column < num_columns)
+        tl.store(y_ptr + row * num_columns + column, y, mask=column < num_columns)

@@ -25,5 +25,6 @@ CASES: dict[str, Case] = {
     "one row": partial(down_case, t=1, i=64, h=200),
     "odd sizes": partial(down_case, t=3, i=51, h=67),
     "gates open or shut": partial(down_case, t=4, i=72, h=40, scale=30.0),
+    "more rows": partial(down_case, t=37, i=72, h=40),
     "35B": partial(down_case, t=4, i=512, h=256),
 }

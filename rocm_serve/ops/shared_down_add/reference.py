@@ -15,7 +15,7 @@ def shared_down_add(
     """Return routed + linear(silu(gate) * up, weight) * sigmoid(gate of the row).
 
     Shapes: routed [T, H], gate_up [T, 2 I] (gate, then up), gate [T, 1], weight [H, I] -> [T, H], dtype of routed.
-    T is at most FOLDED_ROWS of ops/tiles_linear.py.
+    T is at most SHARED_ROWS of ops/tiles_linear.py.
     Numerics: each of `silu_mul`, `linear`, `sigmoid_mul` and the sum rounds once.
     Source: Qwen3_5MoeSparseMoeBlock.
     """
