@@ -12,6 +12,7 @@ from rocm_serve.config.schema import Resolved
 from rocm_serve.messages import EffectiveLimits
 from rocm_serve.platform.facts import Platform
 from rocm_serve.report import curl_line, limit_lines, ready_line, start_up_lines
+from tests.executor.wishes import resolved as wished
 
 LIMITS = EffectiveLimits(
     max_model_len=1024,
@@ -25,36 +26,13 @@ LIMITS = EffectiveLimits(
 
 
 def resolved(name: str = "m") -> Resolved:
-    return Resolved(
-        model="some/dir",
+    return wished(
         served_model_name=name,
-        host="127.0.0.1",
-        port=0,
         tp=2,
         pp=2,
-        ep=1,
-        nnodes=1,
-        node_rank=0,
-        dist_init_addr="127.0.0.1:1",
-        dist_timeout=600,
-        device="cpu",
-        dtype="float32",
         kv_cache_dtype="bfloat16",
-        page_size=16,
-        chunked_prefill_size=64,
-        max_running_requests=8,
-        max_queued_requests=99,
         max_model_len=1024,
-        mem_fraction=0.5,
-        load_format="auto",
-        enforce_eager=False,
         op={"layers.3.linear": "reference"},
-        seed=0,
-        log_level="info",
-        vocab_size=2048,
-        vocab_used=2000,
-        eos_token_ids=(1, 2),
-        torch_threads=1,
         run_dir="run",
         reasons={"dtype": "because"},
     )

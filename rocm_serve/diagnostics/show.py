@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import msgspec
@@ -21,17 +21,21 @@ def show(launch: Launch, console: Console) -> None:
     """Print the plan."""
     for line in head_lines(launch):
         console.print(line)
-    rows = list(rank_rows(launch))
+    print_rows(COLUMNS, rank_rows(launch), console)
+    for line in tail_lines(launch):
+        console.print(line)
+
+
+def print_rows(columns: Sequence[str], rows: Iterable[Sequence[str]], console: Console) -> None:
+    """Print a table on a terminal, else a line for each row."""
     if console.is_terminal:
-        table = Table(*COLUMNS)
+        table = Table(*columns)
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    else:
-        for row in rows:
-            console.print(", ".join(f"{name} {value}" for name, value in zip(COLUMNS, row, strict=True)))
-    for line in tail_lines(launch):
-        console.print(line)
+        return
+    for row in rows:
+        console.print(", ".join(f"{name} {value}" for name, value in zip(columns, row, strict=True)))
 
 
 def head_lines(launch: Launch) -> Iterator[str]:

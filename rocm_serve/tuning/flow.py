@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotCompiled
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
-from typing import Protocol
 
 import torch
 
@@ -30,12 +29,6 @@ log = logging.getLogger(__name__)
 LEAST_GAIN = 1.02
 ERROR_LIMIT = 5e-3  # relative L2, bf16; an op with a looser bound of its own has that
 _AGAIN = 3  # of the fastest, timed once more beside the rule's
-
-
-class Compiler(Protocol):
-    """Compiles calls beside this process; see compiling.Compilers."""
-
-    def compile(self, point: Point, kernel: str, tile: Tile) -> Future[str]: ...
 
 
 Timer = Callable[[Case], float]  # microseconds of one call

@@ -30,39 +30,19 @@ from rocm_serve.messages import (
 from rocm_serve.trace import StepTrace, read_trace
 from rocm_serve.types import FinishReason, SamplingParams
 from tests.engine.simulation import FakeWorker, alone, make_limits, make_prompt
+from tests.executor.wishes import resolved as wished
 
 
 def resolved(run_dir: str, *, dist_timeout: int = 60) -> Resolved:
-    return Resolved(
-        model="none",
-        served_model_name="none",
-        host="127.0.0.1",
-        port=0,
-        tp=1,
+    return wished(
         pp=2,
-        ep=1,
-        nnodes=1,
-        node_rank=0,
-        dist_init_addr="127.0.0.1:0",
         dist_timeout=dist_timeout,
-        device="cpu",
-        dtype="float32",
-        kv_cache_dtype="float32",
         page_size=4,
         chunked_prefill_size=16,
-        max_running_requests=8,
-        max_queued_requests=8,
         max_model_len=64,
-        mem_fraction=0.1,
-        load_format="dummy",
-        enforce_eager=False,
-        op={},
-        seed=0,
-        log_level="info",
         vocab_size=16,
         vocab_used=11,
         eos_token_ids=(),
-        torch_threads=1,
         run_dir=run_dir,
     )
 

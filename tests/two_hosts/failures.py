@@ -34,7 +34,6 @@ MOMENTS: dict[str, Callable[[Progress], bool]] = {
     "decode": lambda seen: seen.step >= 0 and seen.phase is Phase.DECODE,
 }
 WORDS = {"load": "loading", "warm-up": "warming up", "prefill": "prefill", "decode": "decode"}  # of the logs
-SERVING = ("prefill", "decode")
 
 
 @dataclass(frozen=True)

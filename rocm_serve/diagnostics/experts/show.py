@@ -8,11 +8,11 @@ from statistics import mean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from rocm_serve.diagnostics.experts.counts import Counts, LayerCount
 from rocm_serve.diagnostics.experts.planner import LayerPlan, imbalance
 from rocm_serve.diagnostics.plan import human
+from rocm_serve.diagnostics.show import print_rows
 from rocm_serve.parallel.expert_map import DRAFT_LAYER
 
 COLUMNS = ("layer", "tokens", "hottest expert", "max/mean in order", "max/mean as planned", "copies")
@@ -46,15 +46,7 @@ def show(planned: Planned, console: Console) -> None:
         f"{counts.model}: {counts.tokens:,} tokens in {len(counts.layers)} layers, from {len(counts.files)} files;"
         f" experts over --ep {planned.ep}, {planned.redundant} copies allowed"
     )
-    rows = list(_rows(planned))
-    if console.is_terminal:
-        table = Table(*COLUMNS)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    else:
-        for row in rows:
-            console.print(", ".join(f"{name} {value}" for name, value in zip(COLUMNS, row, strict=True)))
+    print_rows(COLUMNS, _rows(planned), console)
     for line in _tail(planned):
         console.print(line)
 
