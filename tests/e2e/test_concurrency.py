@@ -1,4 +1,4 @@
-"""Many clients at once, on TP2 x PP2 or ahead of tokens: each answer has the bits of its alone run; nothing is left."""
+"""Many clients at once on TP2 x PP2, also ahead of tokens: each answer has the bits of its alone run; nothing stays."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,13 +101,12 @@ def until(server: Server, holds: Callable[[dict[str, float]], bool], seconds: fl
 def test_64_mixed_requests_have_the_bits_of_their_alone_runs(
     checkpoints: dict[str, Path], tmp_path: Path, ahead: bool
 ) -> None:
-    """Planned ahead: with one stage, until the last eight come, which need the host for every step."""
+    """Planned ahead: until the turn of the last eight comes, which need the host for every step."""
     rng, seed = random.Random(20), secrets.randbits(32)
     print(f"asked again by seed {seed}")
     flags = [str(word) for word in (*FLAGS, *LIMITS)]
     trace = tmp_path / "trace"
     if ahead:
-        flags[flags.index("--pp") + 1] = "1"
         flags += ["--plan-ahead", "on", "--trace", str(trace)]
     with Server(checkpoints["text-fp8"], tmp_path, flags) as server:
         bodies = mixed_bodies(rng, 2000, REQUESTS - 8 if ahead else 0)
@@ -119,6 +119,8 @@ def test_64_mixed_requests_have_the_bits_of_their_alone_runs(
                 with server.held():
                     jobs = []
                     for i, body in enumerate(bodies):
+                        if i == REQUESTS - 8:
+                            await asyncio.to_thread(until, server, lambda m: known(m) >= REQUESTS - 8 - ABORTED)
                         job = cut_off if i in given_up else streamed if i in streams else answer
                         jobs.append(asyncio.create_task(job(client, body)))
                     await asyncio.to_thread(until, server, lambda m: known(m) >= REQUESTS - ABORTED)
@@ -145,8 +147,8 @@ def test_64_mixed_requests_have_the_bits_of_their_alone_runs(
             else:
                 assert crowd[i] == expected, f"request {i}"
     if ahead:
-        depths = [step.in_flight for step in read_trace(trace / "core.jsonl", StepTrace)]
-        assert depths.count(2) > len(depths) / 4, f"{depths.count(2)} of {len(depths)} steps were planned ahead"
+        depths = Counter(step.in_flight for step in read_trace(trace / "core.jsonl", StepTrace))
+        assert depths[3] > 10, f"steps planned with so many in flight, themselves counted: {depths}"
 
 
 def busy_in_both(stages: list[list[StageTrace]], seqs: range) -> int:
