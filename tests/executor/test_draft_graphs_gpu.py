@@ -6,42 +6,33 @@ python -m pytest -q -p no:cacheprovider tests/executor/test_draft_graphs_gpu.py 
 from __future__ import annotations
 
 import secrets
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace as changed
 
-from rocm_serve.config.schema import DeviceName
 from rocm_serve.executor.loaded_stage import LoadedStage
-from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.local import LocalExecutor
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.messages import Plan, StepResult
-from rocm_serve.parallel.comm import SoloComm
-from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.types import SamplingParams
+from tests.executor.captured import GPU, NEEDS_GPU, rows_of, same, stage_of, waits_in
 from tests.executor.generate import Answer, Requests, session
 from tests.executor.recorded_drafts import plans_with_drafts, poison_inputs
 from tests.executor.test_speculative import TRAINED, Cell, prompts, requests_of, wish_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-    pytest.mark.filterwarnings("ignore:::triton"),
-]
+pytestmark = NEEDS_GPU
 
 MOST = 8
 SEED = secrets.randbits(31)
 
 
 def wish(drafts: int, most: int, dtype: str = "bfloat16", pp: int = 1) -> Any:
-    device: DeviceName = "rocm" if torch.version.hip else "cuda"
     plain = wish_of(Cell(pp, 1, 1, 64, False, drafts, True), TRAINED, drafts)
     return changed(
         plain,
-        device=device,
+        device=GPU,
         dtype=dtype,
         kv_cache_dtype=dtype,
         fp8_activation="fp8_1x128",
@@ -83,24 +74,6 @@ def test_tokens_with_graphs_are_those_without(drafts: int, dtype: str) -> None:
         assert graphs[name].logprobs == answer.logprobs, f"{name}, seed {SEED}"
 
 
-def stage_of(drafts: int, rank: int, pp: int) -> tuple[LoadedStage, StageRunner]:
-    """Return one stage alone, its graphs captured."""
-    on_the_first_gpu = changed(wish(drafts, MOST, pp=pp), first_device=-rank)
-    stage = load_stage_model(on_the_first_gpu, Mesh(1, pp).coord(rank), SoloComm())
-    runner = stage.runner(num_pages=64, num_slots=MOST)
-    ready = stage.capture(runner, lambda: None)
-    assert ready.graph_max_batch == MOST, ready.graphs
-    return stage, runner
-
-
-def rows_of(stage: LoadedStage, count: int) -> torch.Tensor | None:
-    """Return rows as the stage before sends them, always the same ones."""
-    if stage.coord.first_stage:
-        return None
-    g = torch.Generator("cuda").manual_seed(count)
-    return torch.randn(count, stage.facts.hidden_size, generator=g, device="cuda").to(stage.dtype)
-
-
 def ran(stage: LoadedStage, runner: StageRunner, made: list[Plan]) -> list[object]:
     out = []
     for plan in made:
@@ -110,14 +83,9 @@ def ran(stage: LoadedStage, runner: StageRunner, made: list[Plan]) -> list[objec
     return out
 
 
-def same(one: object, other: object) -> bool:
-    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return torch.equal(one, other) if both else one == other  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(("rank", "pp"), [(0, 1), (0, 2), (1, 2)])
 def test_a_replay_gives_the_bits_of_the_step_whatever_lies_beyond(rank: int, pp: int) -> None:
-    stage, runner = stage_of(3, rank, pp)
+    stage, runner = stage_of(wish(3, MOST, pp=pp), rank)
     assert runner.decode is not None
     for count in (3, 8, 1, 5):
         made = plans_with_drafts(count, 3, 6)
@@ -132,18 +100,10 @@ def test_a_replay_gives_the_bits_of_the_step_whatever_lies_beyond(rank: int, pp:
 
 @pytest.mark.parametrize(("rank", "waits"), [(0, 0), (1, 1)])
 def test_the_host_waits_once_on_the_last_stage_and_never_on_others(rank: int, waits: int) -> None:
-    stage, runner = stage_of(3, rank, 2)
+    stage, runner = stage_of(wish(3, MOST, pp=2), rank)
     *made, _ = plans_with_drafts(3, 3, 5)
     ran(stage, runner, made[:-1])
     rows = rows_of(stage, sum(work.num_rows for work in made[-1].work))
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            out = runner.step(made[-1], rows)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    waited = [one for one in seen if "synchronizing CUDA operation" in str(one.message)]
-    assert len(waited) == waits, [str(one.message) for one in waited]
+    out, waited = waits_in(lambda: runner.step(made[-1], rows))
+    assert len(waited) == waits, waited
     assert isinstance(out, StepResult) == (waits == 1)

@@ -6,46 +6,37 @@ python -m pytest -q -p no:cacheprovider tests/executor/test_graphs_gpu.py -s
 from __future__ import annotations
 
 import secrets
-import warnings
+from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
-from rocm_serve.config.schema import DeviceName
 from rocm_serve.executor import memory
 from rocm_serve.executor.loaded_stage import LoadedStage
-from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.local import LocalExecutor
 from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.executor.upload import Upload
 from rocm_serve.messages import NewRequest, Plan, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch
-from rocm_serve.parallel.comm import SoloComm
-from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.types import SamplingParams
+from tests.executor.captured import GPU, NEEDS_GPU, rows_of, same, stage_of, waits_in
 from tests.executor.generate import Answer, Requests, session
 from tests.executor.recorded import poison_inputs
 from tests.executor.wishes import resolved
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-    pytest.mark.filterwarnings("ignore:::triton"),
-]
+pytestmark = NEEDS_GPU
 
 MOST = 8
 SEED = secrets.randbits(31)
 
 
 def wish(checkpoint: Path, most: int, pp: int = 1, dtype: str = "bfloat16"):  # type: ignore[no-untyped-def]
-    device: DeviceName = "rocm" if torch.version.hip else "cuda"
     return resolved(
         model=str(checkpoint),
-        device=device,
+        device=GPU,
         dtype=dtype,
         kv_cache_dtype=dtype,
         pp=pp,
@@ -86,24 +77,6 @@ def test_tokens_with_graphs_are_those_without(checkpoint: Path, mixed_requests: 
 PARAMS = SamplingParams(max_tokens=200, temperature=0.7, seed=5)
 
 
-def stage_of(checkpoint: Path, rank: int, pp: int) -> tuple[LoadedStage, StageRunner]:
-    """Return one stage alone, its graphs captured."""
-    on_the_first_gpu = msgspec.structs.replace(wish(checkpoint, MOST, pp), first_device=-rank)
-    stage = load_stage_model(on_the_first_gpu, Mesh(1, pp).coord(rank), SoloComm())
-    runner = stage.runner(num_pages=64, num_slots=MOST)
-    ready = stage.capture(runner, lambda: None)
-    assert ready.graph_max_batch == MOST, ready.graphs
-    return stage, runner
-
-
-def rows_of(stage: LoadedStage, count: int) -> torch.Tensor | None:
-    """Return rows as the stage before sends them, always the same ones."""
-    if stage.coord.first_stage:
-        return None
-    g = torch.Generator("cuda").manual_seed(count)
-    return torch.randn(count, stage.facts.hidden_size, generator=g, device="cuda").to(stage.dtype)
-
-
 def decoded(stage: LoadedStage, runner: StageRunner, count: int, steps: int) -> list[object]:
     """Admit `count` requests and decode; return what the runner gave. The requests are forgotten."""
     rids = range(1, count + 1)
@@ -119,15 +92,9 @@ def decoded(stage: LoadedStage, runner: StageRunner, count: int, steps: int) -> 
     return [one[:count].cpu() if isinstance(one, torch.Tensor) else one.sampled for one in out]
 
 
-def same(one: object, other: object) -> bool:
-    return (
-        torch.equal(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else one == other
-    )
-
-
 @pytest.mark.parametrize(("rank", "pp"), [(0, 1), (0, 2), (1, 2)])
 def test_a_replay_gives_the_bits_of_the_step_whatever_lies_beyond(checkpoint: Path, rank: int, pp: int) -> None:
-    stage, runner = stage_of(checkpoint, rank, pp)
+    stage, runner = stage_of(wish(checkpoint, MOST, pp), rank)
     assert runner.decode is not None
     for count in (3, 8, 1, 5):
         runner.decode.replays = False
@@ -141,7 +108,7 @@ def test_a_replay_gives_the_bits_of_the_step_whatever_lies_beyond(checkpoint: Pa
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_host_waits_for_the_event_of_the_tokens_at_most(checkpoint: Path, rank: int) -> None:
-    stage, runner = stage_of(checkpoint, rank, 2)
+    stage, runner = stage_of(wish(checkpoint, MOST, 2), rank)
     decoded(stage, runner, 3, 3)
     rids = range(1, 4)
     news = tuple(NewRequest(rid, (rid,), PARAMS) for rid in rids)
@@ -152,16 +119,8 @@ def test_the_host_waits_for_the_event_of_the_tokens_at_most(checkpoint: Path, ra
         position = 1 + (not replays)
         plan = Plan(position, tuple(Work(rid, position, 1, True, True, rid, tokens=(7,)) for rid in rids))
         rows = rows_of(stage, 3)
-        torch.cuda.synchronize()
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                out = runner.step(plan, rows)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        waited = [one for one in seen if "synchronizing CUDA operation" in str(one.message)]
-        assert not waited, f"replays {replays}: {[str(one.message) for one in waited]}"
+        out, waits = waits_in(partial(runner.step, plan, rows))
+        assert not waits, f"replays {replays}: {waits}"
         assert isinstance(out, StepResult) == (rank == 1)
 
 

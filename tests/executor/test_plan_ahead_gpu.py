@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_serve.config.schema import DeviceName, Resolved
+from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.launched import Fetch, Launched
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.local import LocalExecutor
@@ -22,14 +22,11 @@ from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.types import SamplingParams
+from tests.executor.captured import GPU, NEEDS_GPU
 from tests.executor.generate import Requests, session
 from tests.executor.wishes import resolved
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
-    pytest.mark.filterwarnings("ignore:::triton"),
-]
+pytestmark = NEEDS_GPU
 
 MOST = 16
 SEED = secrets.randbits(31)
@@ -37,10 +34,9 @@ FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_k": 20, "top_p": 0.8}, {}, {"to
 
 
 def wish(checkpoint: Path, graphs: int = MOST, **changes: Any) -> Resolved:
-    device: DeviceName = "rocm" if torch.version.hip else "cuda"
     return resolved(
         model=str(checkpoint),
-        device=device,
+        device=GPU,
         max_running_requests=MOST,
         graph_max_batch=graphs,
         mem_fraction=0.2,
