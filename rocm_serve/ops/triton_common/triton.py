@@ -176,7 +176,8 @@ def wait_for_previous(PDL: tl.constexpr):
 
     Every program of a kernel that is launched with PDL must come here before it writes, ends, or reads what this step
     has made: the kernel after it waits for this one alone. Several kernels may be on the device at once, so what is
-    read earlier can only be parameters, and what was there before the step began.
+    read earlier can only be parameters, and what was there before the step began; or, where the kernel before is known
+    to let the next begin after its own wait, what was made before that one.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
