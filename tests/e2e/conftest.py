@@ -12,13 +12,19 @@ from rocm_serve.checkpoint.synthetic import make_checkpoint
 from tests.e2e import harness, hf
 
 MTP = {"text-bf16": "bf16", "text-fp8": "bf16", "vl-fp8": "fp8", "dense": "bf16"}
+# Three GDN layers and one with KV pages. The cheapest layout has two of these groups, as has the trained checkpoint.
+LAYERS = {"dense": 8}
 
 
 @pytest.fixture(scope="session")
 def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Make the default checkpoint of a layout, once a session."""
+    """Make a checkpoint of a layout, once a session."""
     root = tmp_path_factory.mktemp("e2e")
-    return cache(lambda layout: make_checkpoint(root / layout, layout, MTP[layout], seed=3))
+
+    def make(layout: str) -> Path:
+        return make_checkpoint(root / layout, layout, MTP[layout], seed=3, layers=LAYERS.get(layout, 4))
+
+    return cache(make)
 
 
 @pytest.fixture(scope="session")
