@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,8 @@ from rich.console import Console
 
 from rocm_serve.config import load
 from rocm_serve.errors import UserError
+from rocm_serve.ops.tiles import read_table
+from rocm_serve.outputs import check_file, check_folder
 
 if TYPE_CHECKING:
     from rocm_serve.tuning.command import Request
@@ -45,6 +48,18 @@ def tune(
 
     Where nothing was tuned a rule chooses, and all works. Winners are read at the next start.
     """
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs {jobs}: legal: 1 or more")
+    if not 0 <= budget_s < math.inf:
+        raise UserError(f"--budget-s {budget_s:g}: legal: 0 or more seconds")
+    if arch is not None and not dry_run:
+        raise UserError("--arch is for --dry-run: tiles are timed on the GPU that is here")
+    for flag, file in (("--out", out), ("--report", report)):
+        if file is not None and not dry_run:
+            check_folder(flag, file.parent)
+            check_file(flag, file)
+    if out is not None:
+        read_table(out)
     request: Request = importlib.import_module("rocm_serve.tuning.command").Request(
         model=model,
         shape=shape,
@@ -59,7 +74,5 @@ def tune(
         jobs=jobs,
         seed=seed,
     )
-    if arch is not None and not dry_run:
-        raise UserError("--arch is for --dry-run: tiles are timed on the GPU that is here")
     console = Console(soft_wrap=True, highlight=False, markup=False)
     raise typer.Exit(request.list_candidates(console.print) if dry_run else request.run(console.print))

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import msgspec
 
 from rocm_serve.config.load import environment
+from rocm_serve.errors import UserError
 from rocm_serve.ops.tiles_attention import attention_decode_tile, attention_decode_tiles
 from rocm_serve.ops.tiles_fp8 import fp8_linear_tile, fp8_linear_tiles
 from rocm_serve.ops.tiles_gdn import (
@@ -100,10 +102,19 @@ def tuned_table(arch: str) -> Table:
     committed = resources.files("rocm_serve.ops") / "tuned" / f"{arch}.json"
     merged: Table = {}
     for file in (committed, user_table(arch)):
-        if file.is_file():
-            for kernel, shapes in msgspec.json.decode(file.read_bytes(), type=Table).items():
-                merged[kernel] = merged.get(kernel, {}) | shapes
+        for kernel, shapes in read_table(file).items():
+            merged[kernel] = merged.get(kernel, {}) | shapes
     return merged
+
+
+def read_table(file: Traversable) -> Table:
+    """Return a table of tiles; an empty one where there is no file. Errors: UserError for a file that is none."""
+    if not file.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Table)
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} is no table of tiles: {error}; without it a rule chooses") from None
 
 
 def user_table(arch: str) -> Path:

@@ -68,11 +68,6 @@ def merged(table: Table, one: Outcome, least_gain: float) -> Table:
     return {**{k: v for k, v in table.items() if k != one.kernel}, **({one.kernel: shapes} if shapes else {})}
 
 
-def read_table(path: Path) -> Table:
-    """Return a table of tiles; an empty one where there is no file."""
-    return msgspec.json.decode(path.read_bytes(), type=Table) if path.is_file() else {}
-
-
 def write_table(path: Path, table: Table) -> None:
     """Write a table of tiles, a line for each shape, in an order that does not depend on when it was tuned."""
     blocks = []

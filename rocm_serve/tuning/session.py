@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from rocm_serve.ops import tiles
+from rocm_serve.ops.tiles import read_table
 from rocm_serve.platform.probe import gpus_seen_by_torch
 from rocm_serve.tuning.bench import bench_of
 from rocm_serve.tuning.compiling import Compilers
 from rocm_serve.tuning.flow import LEAST_GAIN, Group, gpu_timer, tune_group
-from rocm_serve.tuning.outcome import Outcome, merged, read_table, words, write_report, write_table
+from rocm_serve.tuning.outcome import Outcome, merged, words, write_report, write_table
 from rocm_serve.tuning.wish import Wish
 
 

@@ -100,6 +100,22 @@ def test_the_command_takes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen[0].rows, seen[0].only, seen[0].op) == ((4, 8), ("experts",), {"linear": "reference"})
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--jobs 0", "--jobs 0: legal: 1 or more"),
+        ("--budget-s nan", "--budget-s nan: legal: 0 or more"),
+        ("--out {folder}", "--out {folder}: Is a directory"),
+        ("--report {folder}/junk/report.json", "--report {folder}/junk: File exists"),
+        ("--out {folder}/junk", "{folder}/junk is no table of tiles: "),
+    ],
+)
+def test_what_cannot_be_is_said_before_a_gpu_is_asked_for(words: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "junk").write_bytes(b'{"linear": "\xff')
+    run = CliRunner().invoke(app, ["tune", "--shape", "tiny", *words.format(folder=tmp_path).split()])
+    assert isinstance(run.exception, UserError) and said.format(folder=tmp_path) in str(run.exception)
+
+
 def test_a_checkout_has_its_table_in_the_tree() -> None:
     assert default_table("sm_90") == Path(tiles.__file__).parent / "tuned" / "sm_90.json"
 

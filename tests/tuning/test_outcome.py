@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from rocm_serve.ops.tiles import Table
-from rocm_serve.tuning.outcome import Outcome, Tried, merged, read_table, words, write_report, write_table
+from rocm_serve.ops.tiles import Table, read_table
+from rocm_serve.tuning.outcome import Outcome, Tried, merged, words, write_report, write_table
 
 
 def _outcome(rule_us: float | None, best_us: float | None, key: str = "rows=8") -> Outcome:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rocm_serve.ops import tiles
+from rocm_serve.ops.tiles import read_table
 from rocm_serve.tuning import session
 from rocm_serve.tuning.bench import bench_of
 from rocm_serve.tuning.flow import Group, groups_of
-from rocm_serve.tuning.outcome import read_table
 from rocm_serve.tuning.session import Session
 from rocm_serve.tuning.static import facts_on, model_of, wish_of
 from rocm_serve.tuning.wish import Point, Wish
