@@ -102,8 +102,11 @@ def test_stages_and_chunks_agree_and_the_result_says_so(checkpoints: dict[str, P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["vl-fp8", "dense"])
-def test_every_layout_agrees_with_hf(layout: str, checkpoints: dict[str, Path]) -> None:
-    ended = run("--model", checkpoints[layout], "--a", "dtype=float32,chunk=64", "--b", "hf")
+def test_every_layout_agrees_with_hf(layout: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """A prompt of one chunk, and one of two."""
+    asked = tmp_path / "prompts"
+    asked.write_text(f"{[7, 8, 9]}\n{list(range(100, 166))}\n")
+    ended = run("--model", checkpoints[layout], "--prompts", asked, "--a", "dtype=float32,chunk=64", "--b", "hf")
     assert ended.returncode == 0, ended.stderr + ended.stdout
     assert ended.stdout.strip().endswith("agree")
     assert " tokens, B, hf" in ended.stderr, "how far it is was shown"
