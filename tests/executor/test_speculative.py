@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -157,14 +158,35 @@ def same(answers: dict[str, Answer], plain: dict[str, Answer], cell: Cell) -> No
             assert answer == want, name
 
 
+@pytest.fixture(scope="module")
+def plain_of(checkpoints: dict[str, Path]) -> Callable[[Cell], dict[str, Answer]]:
+    """Answer a cell's requests without drafts: all of them, on one stage, neither of which changes a bit."""
+
+    @cache
+    def answers(cell: Cell) -> dict[str, Answer]:
+        return run(cell, path_of(cell, checkpoints), 0, asked(cell))[0]
+
+    return lambda cell: answers(replace(cell, pp=1, aborts=False, drafts=0))
+
+
+def path_of(cell: Cell, checkpoints: dict[str, Path]) -> Path:
+    return TRAINED if cell.trained else checkpoints["text-fp8"]
+
+
+def asked(cell: Cell) -> Requests:
+    requests = requests_of(prompts(8))
+    if not cell.pages:
+        return requests
+    # short ones that grow beyond what admission has kept for them
+    return {n: (prompt[-12:], changed(p, max_tokens=p.max_tokens + 24)) for n, (prompt, p) in requests.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_tokens_and_log_probs_are_those_without_drafts_bit_for_bit(cell: Cell, checkpoints: dict[str, Path]) -> None:
-    path = TRAINED if cell.trained else checkpoints["text-fp8"]
-    requests = requests_of(prompts(8))
-    if cell.pages:  # short ones that grow beyond what admission has kept for them
-        requests = {n: (prompt[-12:], changed(p, max_tokens=p.max_tokens + 24)) for n, (prompt, p) in requests.items()}
-    plain, _ = run(cell, path, 0, requests)
+def test_tokens_and_log_probs_are_those_without_drafts_bit_for_bit(
+    cell: Cell, checkpoints: dict[str, Path], plain_of: Callable[[Cell], dict[str, Answer]]
+) -> None:
+    path, requests, plain = path_of(cell, checkpoints), asked(cell), plain_of(cell)
     answers, session_ = run(cell, path, cell.drafts, requests)
     stats = session_.stats
     assert stats.draft_tokens > 20 and len(stats.draft_tokens_by_position) == cell.drafts
