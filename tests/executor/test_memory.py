@@ -281,3 +281,16 @@ def test_graphs_of_all_ranks_count_as_far_as_every_rank_has_them() -> None:
     none = memory.with_graphs(limits, ready, "graphs")
     assert not none.plan_ahead, "steps are planned ahead where all have graphs"
     assert none.reasons["plan_ahead"] == "auto: no decode step is captured"
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "how", "by_stage"),
+    [(1, 1, "on", [0]), (2, 1, "on", [1]), (1, 3, "off", [1, 2, 1]), (1, 3, "on", [2, 2, 2]), (2, 2, "on", [3, 3])],
+)
+def test_communicators_are_those_of_a_stage_and_of_each_edge(tp: int, pp: int, how: str, by_stage: list[int]) -> None:
+    wish = resolved(device="cuda", tp=tp, pp=pp, plan_ahead=how)
+    one = memory.CHANNELS * memory.CONNECTIONS * memory.CONNECTION_BYTES
+    mesh = Mesh(tp=tp, pp=pp)
+    held = [memory.communicator_bytes(mesh.coord(mesh.tp_group(stage)[-1]), wish) for stage in range(pp)]
+    assert held == [count * one for count in by_stage]
+    assert memory.communicator_bytes(mesh.coord(0), resolved(tp=tp, pp=pp, plan_ahead=how)) == 0
