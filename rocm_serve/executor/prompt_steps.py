@@ -27,7 +27,7 @@ from rocm_serve.executor.decode import DecodedModel
 from rocm_serve.executor.graphs import Recorder
 from rocm_serve.executor.memory import padded
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
-from rocm_serve.ops.tiles_prefill import KEY_UNIT, copied_keys
+from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class _Size:
 class PromptSteps:
     """Runs such steps of one stage, up to the rows that it leaves.
 
-    `decodes` and `rows`: sizes, ascending; `prompts`: the most in a step, which take `keys` keys at most where they are
-    several, in whole units of attention's copies. `captured`: whether `capture` records all sizes. `replays`: turn it
+    `decodes` and `rows`: sizes, ascending; `prompts`: the most in a step, whose keys attention can copy at one time
+    where they are several. `captured`: whether `capture` records all sizes. `replays`: turn it
     off, and steps run without their graphs.
     """
 
@@ -70,7 +70,7 @@ class PromptSteps:
         self._model, self._cache, self._recorder = model, cache, recorder
         self._decodes, self._rows, self._captured = tuple(decodes), tuple(rows), captured
         self._longest, self._multiple = max_model_len, row_multiple
-        self._prompts, self._keys = prompts, copied_keys(max_model_len, prompts)
+        self._prompts, self._keys = prompts, min(KEYS_AT_A_TIME, prompts * padded(max_model_len, KEY_UNIT))
         kinds = [(d, 1) for d in decodes] + [(decodes[-1], prompts)] * (prompts > 1)
         self._at = {(*kind, r): _Size(*kind, r) for kind, r in product(kinds, rows)}
         many, sequences = padded(decodes[-1] + rows[-1], row_multiple), decodes[-1] + prompts

@@ -19,6 +19,7 @@ from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
+from rocm_serve.ops.tiles_prefill import KEYS_AT_A_TIME
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.types import SamplingParams
@@ -236,9 +237,11 @@ class Passing:
 
     def __init__(self) -> None:
         self.shared: list[bool] = []
+        self.sequences: Sequences | None = None
 
     def forward(self, batch: ForwardBatch, hidden_TH: torch.Tensor | None) -> torch.Tensor:
         self.shared.append(batch.sequences.shared)
+        self.sequences = batch.sequences
         return torch.zeros(len(batch.token_ids_T), 8)
 
     def host_copy(self, values: torch.Tensor, bound: tuple[int, ...]) -> tuple[int, ...]:
@@ -249,7 +252,7 @@ class Passing:
         return lambda: left
 
 
-def passing(*, captured: bool) -> tuple[PromptSteps, Passing]:
+def passing(*, captured: bool, longest: int = 40_000) -> tuple[PromptSteps, Passing]:
     passes = Passing()
     steps = PromptSteps(
         passes,  # type: ignore[arg-type]
@@ -259,7 +262,7 @@ def passing(*, captured: bool) -> tuple[PromptSteps, Passing]:
         prompts=16,
         captured=captured,
         recorder=passes,  # type: ignore[arg-type]
-        max_model_len=40_000,
+        max_model_len=longest,
         hidden_size=None,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
@@ -275,7 +278,7 @@ def step_of(decodes: int, rows: tuple[int, ...], contexts: tuple[int, ...] | Non
     many = len(starts) - 1
     held = (*(0,) * decodes, *(contexts or (0,) * len(rows)))
     i32 = (torch.tensor(one, dtype=torch.int32) for one in (starts, held, (1,) * many))
-    table = torch.zeros(many, 2500, dtype=torch.int32)
+    table = torch.zeros(many, 7, dtype=torch.int32)
     sequences = Sequences(starts, held, (1,) * many, decodes, *i32, table)
     return ForwardBatch(
         *(torch.zeros(starts[-1], dtype=torch.int64) for _ in range(3)), sequences, StageCache(16, {}, {}, {}, {})
@@ -325,3 +328,16 @@ def test_a_step_is_taken_where_there_is_room(
 ) -> None:
     steps, _ = passing(captured=False)
     assert steps.takes(step_of(decodes, rows, contexts)) == taken
+
+
+@pytest.mark.parametrize("longest", [600, 300_000])
+def test_the_host_has_bounds_that_attention_copies_at_one_time(longest: int) -> None:
+    steps, passes = passing(captured=False, longest=longest)
+    steps.forward(step_of(0, (40, 9)), None)
+    assert passes.sequences is not None
+    prompts = passes.sequences.prompt
+    keys = prompts.contexts[0] + prompts.row_starts[1] - prompts.row_starts[0]
+    assert (
+        prompts.shared and sum(prompts.contexts[1:]) == 0 and keys == min(KEYS_AT_A_TIME, 16 * -(-longest // 128) * 128)
+    )
+    assert len(prompts.contexts) == 16 and len(set(prompts.row_starts[1:])) == 1
