@@ -43,6 +43,6 @@ def test_2000_requests_through_server_core_and_workers_leave_nothing(
 
 
 @pytest.mark.timeout(600)
-def test_100_requests_of_a_real_model_leave_nothing(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_60_requests_of_a_real_model_leave_nothing(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     with Server(checkpoints["text-fp8"], tmp_path, FLAGS) as server:
-        judge(soak(server, 100, 6, *REAL), 100, GROWTH_MIB["real"])
+        judge(soak(server, 60, 6, *REAL), 60, GROWTH_MIB["real"])

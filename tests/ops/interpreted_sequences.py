@@ -119,13 +119,14 @@ def gdn_extend(g: G) -> list[float]:
 
 def gdn_step(g: G) -> list[float]:
     """Tiles of whole heads, which normalise, and of parts of heads; rows of decoding, and drafts on copies."""
-    sizes: dict[str, Any] = {"heads": 4, "key_heads": 2, "key": 40, "value": 37, "first_row": 2}
+    sizes: dict[str, Any] = {"key": 40, "value": 37, "first_row": 2}
     tiles = importlib.import_module("rocm_serve.ops.tiles")
     found = errors("gdn_step", case("gdn_step", "no sequences", g))
     for values in (64, 16):
         with mock.patch.object(tiles, "tile", lambda *_, values=values: {"BV": values, "KL": 32, "num_warps": 1}):
-            for rows, commits in (((1, 1, 1), None), ((1, 3, 2), None), ((1, 4, 2, 3), (1, 2, 0, 3))):
-                found += errors("gdn_step", step_case(g, F32, rows=rows, commits=commits, **sizes))
+            for rows, commits, keys in (((1, 1, 1), None, 1), ((1, 3, 2), None, 2), ((1, 4, 2, 3), (1, 2, 0, 3), 1)):
+                made = step_case(g, F32, rows=rows, commits=commits, heads=2 * keys, key_heads=keys, **sizes)
+                found += errors("gdn_step", made)
             found += errors("gdn_step", step_case(g, F32, rows=(1,), heads=1, key_heads=1, activation="sigmoid"))
     return found
 
@@ -313,12 +314,13 @@ def drafted(g: G, walking: tuple[str, ...]) -> list[float]:
 
 
 def whole_model(g: G) -> list[float]:
-    """Logits of a small model: prompts in chunks, steps with recurrent and prompt rows, three rows to verify."""
+    """Logits of two layers: prompts in chunks, steps with recurrent and prompt rows, three rows to verify."""
     from tests.models import harness  # transformers takes seconds to import
 
     sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "linear_num_value_heads": 4}
     key_sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2}
-    hf = harness.hf_model(seed=int(torch.randint(10**6, (), generator=g)), **sizes, **key_sizes)
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    hf = harness.hf_model(seed=int(torch.randint(10**6, (), generator=g)), **sizes, **key_sizes, **layers)
     tokens = harness.random_tokens(30, 5)
     logits = []
     for ours in ("triton", "reference"):
@@ -327,9 +329,8 @@ def whole_model(g: G) -> list[float]:
             run = harness.pipeline(harness.facts_of(hf), dict(hf.state_dict()))
         a, b, chunk = harness.text(1), harness.text(2), harness.Chunk
         rows = [harness.prefill(run, a, tokens[:14], chunk=9)]
-        for i in (14, 15):
-            rows += run.step(chunk(a, [tokens[i]], recurrent=True), chunk(b, tokens[i : i + 5]))
-        rows += run.step(chunk(a, tokens[16:19], recurrent=True), chunk(b, tokens[20:21], recurrent=True))
+        rows += run.step(chunk(a, tokens[14:15], recurrent=True), chunk(b, tokens[20:25]))
+        rows += run.step(chunk(a, tokens[15:18], recurrent=True), chunk(b, tokens[25:26], recurrent=True))
         logits.append(torch.cat(rows))
     return [error(logits[0], logits[1].double())]
 
