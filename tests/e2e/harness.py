@@ -143,13 +143,27 @@ class Server:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Stop rank 0 while the block runs: no step ends, so that all that is sent meanwhile is there at once."""
-        (worker,) = (one for one in self.processes() if one.cmdline()[-2:] == ["--rank", "0"])
-        worker.suspend()
+        """Stop rank 0, or the one process there is, while the block runs: what is sent meanwhile is there at once."""
+        server, *others = self.processes()
+        held = next((one for one in others if one.cmdline()[-2:] == ["--rank", "0"]), server)
+        held.suspend()
         try:
             yield
         finally:
-            worker.resume()
+            held.resume()
+
+    def await_clients(self, count: int, within_s: float = 60.0) -> None:
+        """Wait until this process has so many connections to the server. Errors: AssertionError."""
+        port = int(self.base_url.rpartition(":")[2])
+        deadline = time.monotonic() + within_s
+
+        def open_here() -> int:
+            mine = psutil.Process().net_connections("tcp")
+            return sum(one.status == psutil.CONN_ESTABLISHED and one.raddr.port == port for one in mine)
+
+        while (seen := open_here()) < count:
+            assert time.monotonic() < deadline, f"{seen} of {count} clients within {within_s:.0f} s"
+            time.sleep(0.01)
 
     def stop(self, drain_s: float = DRAIN_S) -> None:
         """Send SIGTERM. Errors: ServerFailed unless it ends with code 0 and all its processes with it."""

@@ -277,7 +277,9 @@ def among(server: Server, count: int) -> Json:
     """Return the choice of DRAW, sent at a random place among `count` neighbours."""
     bodies = neighbours(count)
     place = random.Random(-count).randint(0, count)
-    answers = all_at_once(server, [*bodies[:place], DRAW, *bodies[place:]])
+    with ThreadPoolExecutor(count + 1) as pool, server.held():
+        answers = [pool.submit(server.complete, **body) for body in (*bodies[:place], DRAW, *bodies[place:])]
+        server.await_clients(count + 1)
     assert all(answer.result()["usage"]["completion_tokens"] >= 6 for answer in answers)
     choice: Json = answers[place].result()["choices"][0]
     return choice
