@@ -38,6 +38,8 @@ def load(path: Path) -> Any:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     left_out = ("architectures", "quantization_config", "dtype", "torch_dtype")
     text = {k: v for k, v in config.get("text_config", config).items() if k not in left_out}
+    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    text["tie_word_embeddings"] = False  # else the two are one parameter, and whichever is loaded last is both
     weights = plain_weights(path)
     if "num_experts" in text:
         made = Qwen3_5MoeTextConfig(**text)
@@ -48,9 +50,8 @@ def load(path: Path) -> Any:
         made, model = Qwen3_5TextConfig(**text), Qwen3_5ForCausalLM
     made._attn_implementation = "eager"
     built = model(made).float()
-    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    if tied:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    if tied:  # HF's from_pretrained ties nothing where the files hold a head of other values
+        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     built.load_state_dict(weights, strict=True)
     return built.eval()
 

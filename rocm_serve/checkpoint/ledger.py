@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -12,6 +13,8 @@ from rocm_serve.models.qwen3_5.spec import ModelFacts, promised_fp8, scale_key, 
 from rocm_serve.parallel.expert_map import ExpertPlan
 from rocm_serve.parallel.layout import Param, Place, copies, shape_at
 from rocm_serve.parallel.mesh import Coord, Mesh
+
+log = logging.getLogger(__name__)
 
 _FLOATS = ("BF16", "F16", "F32")
 _SHOWN = 3
@@ -94,6 +97,11 @@ def validate(
         _check_precision(facts, found)
         params = stage_params(facts, coord, formats=found, mtp=mtp, experts=experts or ExpertPlan(mesh.ep))
         check_stage(reader, facts, params, found)
+        if coord.last_stage and facts.tie_word_embeddings and not found.tied:
+            log.warning(
+                "config.json says tie_word_embeddings, but the files hold lm_head.weight: it is used, as it is by HF"
+                " Transformers where its values differ"
+            )
     if stages is None or len(stages) == mesh.pp:
         reader.check_shards(set(reader.names.values()))
     beyond = [name for name in reader.names if _beyond(name, facts)]

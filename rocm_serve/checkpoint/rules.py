@@ -15,6 +15,7 @@ _LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 _VISION = "model.visual."
 _MTP = "mtp."
 _SCALE = "_scale_inv"
+_HEAD = "lm_head.weight"
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class Catalogue:
     tensors: dict[str, str] = field(default_factory=dict)  # canonical -> name in the file
     foreign: Counter[str] = field(default_factory=Counter)  # belongs to another stage
     ignored: Counter[str] = field(default_factory=Counter)  # belongs to no stage of this run
+    tied: bool = False  # lm_head is embed_tokens
 
     def fused(self, stem: str) -> bool:
         return stem in self.tensors
@@ -35,10 +37,13 @@ class Catalogue:
 def catalogue(names: Iterable[str], layers: range, *, first: bool, last: bool, mtp: bool, tied: bool) -> Catalogue:
     """Sort checkpoint names for a stage: layers of other stages are set aside before any name is mapped.
 
-    `first`, `last`: the stage's place; `mtp`: the draft layer is wanted; `tied`: lm_head is embed_tokens.
+    `first`, `last`: the stage's place; `mtp`: the draft layer is wanted; `tied`: the configuration says that lm_head is
+    embed_tokens, which a file with a lm_head.weight of its own overrules (HF Transformers takes that one, too).
     Errors: UserError when two names mean the same tensor.
     """
-    found = Catalogue()
+    names = tuple(names)
+    tied = tied and _HEAD not in names
+    found = Catalogue(tied=tied)
     for name in names:
         layer = _LAYER.match(name)
         if layer is not None:
@@ -58,11 +63,9 @@ def catalogue(names: Iterable[str], layers: range, *, first: bool, last: bool, m
         needed = {
             "model.embed_tokens.weight": first or (last and (mtp or tied)),
             "model.norm.weight": last,
-            "lm_head.weight": last,
+            _HEAD: last,
         }.get(key, True)
-        if key == "lm_head.weight" and tied:
-            found.ignored["lm_head.weight (tied to embed_tokens)"] += 1
-        elif not needed:
+        if not needed:
             found.foreign[f"{key} of another stage"] += 1
         elif key in found.tensors:
             raise UserError(f"the checkpoint holds {key} twice, as {found.tensors[key]} and as {name}")

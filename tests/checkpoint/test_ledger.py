@@ -14,7 +14,7 @@ from rocm_serve.checkpoint.reader import INDEX, CheckpointReader
 from rocm_serve.config.schema import ServeConfig
 from rocm_serve.diagnostics.launch import plan_launch
 from rocm_serve.errors import UserError
-from rocm_serve.models.qwen3_5.spec import parse_config
+from rocm_serve.models.qwen3_5.spec import parse_config, stage_params
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform.gpus import GPUS
 from tests.checkpoint.holes import FILES, Headers, headers_of, hollow, read_index, write_index
@@ -181,16 +181,24 @@ def test_mtp_that_the_model_does_not_have_is_refused(checkpoints: dict[str, Path
     check(path, mtp=False)
 
 
-def test_a_tied_model_needs_no_head_and_ignores_one_by_name(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tied_model_needs_no_head_and_keeps_one_with_a_warning(
+    checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     headers = headers_of(checkpoints["dense"])
     reader = CheckpointReader(hollow(checkpoints["dense"], tmp_path / "x", headers))
     tied = replace(parse_config(*reader.config()), tie_word_embeddings=True)
     validate(reader, tied, Mesh(2, 2), mtp=True)
+    (said,) = caplog.messages
+    assert "tie_word_embeddings, but the files hold lm_head.weight: it is used" in said
     found = stage_catalogue(reader, tied, Mesh(1, 1).coord(0), mtp=True)
-    assert found.ignored == {"lm_head.weight (tied to embed_tokens)": 1}
+    assert not found.tied and not found.ignored
+    params = stage_params(tied, Mesh(1, 1).coord(0), formats=found, mtp=True)
+    assert params["lm_head.weight"].parts[0].key == "lm_head.weight"
+    caplog.clear()
     del headers["lm_head.weight"]
     reader = CheckpointReader(hollow(checkpoints["dense"], tmp_path / "y", headers))
     validate(reader, tied, Mesh(2, 2), mtp=True)
+    assert not caplog.records
 
 
 def test_any_float_dtype_is_accepted_where_a_weight_is_not_fp8(checkpoints: dict[str, Path], tmp_path: Path) -> None:

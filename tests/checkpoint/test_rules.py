@@ -45,11 +45,13 @@ def test_the_last_stage_takes_the_head_and_the_draft_layer_with_an_embedding() -
     assert without.ignored["mtp.* (no draft layer on this rank)"] == 2
 
 
-def test_a_tied_head_is_ignored_by_name_and_the_embedding_is_wanted_on_the_last_stage() -> None:
-    tied = catalogue(NAMES, range(1, 2), first=False, last=True, mtp=False, tied=True)
-    assert "model.embed_tokens.weight" in tied.tensors
-    assert "lm_head.weight" not in tied.tensors
-    assert tied.ignored["lm_head.weight (tied to embed_tokens)"] == 1
+def test_a_tied_head_is_the_embedding_on_the_last_stage_unless_the_files_hold_one() -> None:
+    names = [name for name in NAMES if name != "lm_head.weight"]
+    tied = catalogue(names, range(1, 2), first=False, last=True, mtp=False, tied=True)
+    assert tied.tied and "model.embed_tokens.weight" in tied.tensors
+    own = catalogue(NAMES, range(1, 2), first=False, last=True, mtp=False, tied=True)
+    assert own == catalogue(NAMES, range(1, 2), first=False, last=True, mtp=False, tied=False)
+    assert not own.tied and "lm_head.weight" in own.tensors
 
 
 def test_every_name_is_accounted_for_exactly_once() -> None:

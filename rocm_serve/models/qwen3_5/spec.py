@@ -75,7 +75,7 @@ def stage_params(
     for layer in layers:
         params += table.layer(f"model.layers.{layer}", layer, facts.layer_types[layer] == "full_attention")
     if coord.last_stage:
-        head = "model.embed_tokens.weight" if facts.tie_word_embeddings else "lm_head.weight"
+        head = "model.embed_tokens.weight" if formats.tied else "lm_head.weight"
         params += [table.whole("model.norm.weight", facts.hidden_size), table.vocabulary("lm_head.weight", head)]
         if mtp:
             params += table.mtp(own_embedding=not coord.first_stage)

@@ -15,6 +15,11 @@ from rocm_serve.models.qwen3_5.spec_facts import ModelFacts
 class Formats(Protocol):
     """How a checkpoint stores what can be stored in more than one way; asked per tensor, never remembered."""
 
+    @property
+    def tied(self) -> bool:
+        """Say whether lm_head is embed_tokens."""
+        ...
+
     def fused(self, stem: str) -> bool:
         """Say whether `stem` (`...mlp.experts.gate_up_proj`) is one tensor of all experts."""
         ...
@@ -29,6 +34,10 @@ class ConfigFormats:
     """What the configuration alone promises: published files store FP8 experts one by one, BF16 ones fused."""
 
     facts: ModelFacts
+
+    @property
+    def tied(self) -> bool:
+        return self.facts.tie_word_embeddings
 
     def fused(self, stem: str) -> bool:
         return not promised_fp8(self.facts, stem)
