@@ -5,12 +5,15 @@ Times are time.monotonic_ns(), which all processes of a host share.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TypeVar
 
 import msgspec
+
+log = logging.getLogger(__name__)
 
 
 class StepTrace(msgspec.Struct, frozen=True, array_like=True):
@@ -37,12 +40,25 @@ Step = TypeVar("Step", StepTrace, StageTrace)
 
 
 def trace_writer(file: IO[bytes]) -> Callable[[StepTrace | StageTrace], None]:
-    """Return a function that appends one step to `file`."""
+    """Return a function that appends one step to `file`, which is not buffered: closing it has nothing to write.
+
+    A file that takes no more (a full disk) ends the trace with a line in the log, and nothing else.
+    """
     encoder = msgspec.json.Encoder()
+    ended = False
 
     def write(step: StepTrace | StageTrace) -> None:
-        file.write(encoder.encode(step) + b"\n")
-        file.flush()
+        nonlocal ended
+        if ended:
+            return
+        line = encoder.encode(step) + b"\n"
+        why = "only part of a line was taken"
+        try:
+            ended = file.write(line) < len(line)
+        except OSError as error:
+            ended, why = True, str(error.strerror)
+        if ended:
+            log.warning("--trace: %s ends at step %d: %s", file.name, step.seq, why)
 
     return write
 
@@ -55,7 +71,7 @@ def tracing(folder: str | None, name: str) -> Iterator[Callable[[StepTrace | Sta
         return
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    with (path / f"{name}.jsonl").open("wb") as file:
+    with (path / f"{name}.jsonl").open("wb", buffering=0) as file:
         yield trace_writer(file)
 
 
