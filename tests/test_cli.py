@@ -143,7 +143,7 @@ def test_a_word_where_a_number_belongs_is_refused_by_flag(here: Callable[..., Ru
         (["--tp", "3"], ["tp 3", "legal: 1, 2, 4"]),
         (["--tp", "32"], ["tp 32", "legal: 1, 2, 4"]),
         (["--pp", "9"], ["--pp 9", "legal: 1..8"]),
-        (["--max-model-len", "999999"], ["--max-model-len 999999", "1..16384"]),
+        (["--max-model-len", "999999"], ["--max-model-len 999999", "2..16384"]),
         (["--device", "rocm"], ["--device rocm", "legal: auto, cpu"]),
         (["--op", "layers.8.linear=reference"], ["layers 0..7"]),
         (["--max-total-tokens", "5"], ["--max-total-tokens 5", "legal: at least 16384"]),

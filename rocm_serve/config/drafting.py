@@ -10,9 +10,7 @@ MOST_DRAFT_TOKENS = 4  # one layer drafts them all, each from its own guess befo
 DRAFT_TOKENS = 3
 
 
-def decide(
-    config: ServeConfig, facts: ModelFacts, max_model_len: int, reasons: dict[str, str], notes: list[str]
-) -> dict[str, object]:
+def decide(config: ServeConfig, facts: ModelFacts, reasons: dict[str, str], notes: list[str]) -> dict[str, object]:
     """Decide how many drafts a step may have, and return these fields of Resolved; `reasons` and `notes` are added to.
 
     Errors: UserError naming the flag and what is legal.
@@ -28,8 +26,6 @@ def decide(
         raise UserError(f"{wish}: the model has no draft layer (mtp_num_hidden_layers is 0); legal: off")
     if facts.mtp_layers > 1:
         raise UserError(f"{wish}: the model has {facts.mtp_layers} draft layers; legal with more than one: off")
-    if max_model_len < 2:
-        raise UserError(f"{wish}: a context of {max_model_len} token has no room for drafts; legal: off")
     reasons["draft_tokens"] = f"{wish}, {'its default' if tokens is None else '--draft-tokens'}"
     if config.speculative == "auto":
         reasons["adaptive_drafting"] = wish

@@ -47,10 +47,11 @@ def membership(config: ServeConfig, environ: Mapping[str, str]) -> Membership:
     if config.nnodes < 1:
         raise UserError(f"--nnodes {config.nnodes}: legal: 1 and more")
     world = config.tp * config.pp
-    if config.node_rank is None and world > 1:
-        if "LOCAL_RANK" in environ and "RANK" in environ and "WORLD_SIZE" in environ:
+    if config.node_rank is None:
+        torchrun = "LOCAL_RANK" in environ and "RANK" in environ and "WORLD_SIZE" in environ
+        if torchrun and (world > 1 or environ["WORLD_SIZE"] != "1"):
             return _of_torchrun(config, environ)
-        per_rank = environ.get("SLURM_STEP_NUM_TASKS") == str(world) != str(config.nnodes)
+        per_rank = world > 1 and environ.get("SLURM_STEP_NUM_TASKS") == str(world) != str(config.nnodes)
         if per_rank and "SLURM_PROCID" in environ and "SLURM_LOCALID" in environ:
             return _of_srun_per_rank(config, environ)
     reasons: dict[str, str] = {}
@@ -154,8 +155,8 @@ def _per_rank(
     rank, size, local = (_number(environ, name) for name in (rank_from, size_from, local_from))
     if size != world:
         raise UserError(
-            f"{launcher} started {size} processes ({size_from}), --tp {config.tp} x --pp {config.pp} is {world} ranks;"
-            f" legal: {world} processes, or one per host with --nnodes and --node-rank"
+            f"{launcher} started {size} processes ({size_from}), and by --tp {config.tp} x --pp {config.pp} the number"
+            f" of ranks is {world}; legal: as many processes as ranks, or one per host with --nnodes and --node-rank"
         )
     if not 0 <= rank < world:
         raise UserError(f"{rank_from}={rank}: legal: 0..{world - 1}")

@@ -37,6 +37,7 @@ _NOT_EMPTY = {
 GPU_MEM_FRACTION = 0.9  # the rest is for communicators, device graphs and the driver
 CPU_MEM_FRACTION = 0.5
 _ATTENTION = ("attention_prefill", "attention_decode")
+LEAST_MODEL_LEN = 2  # a prompt of one token, and one token of an answer
 _LAYER_OP = re.compile(r"layers\.(\d+)\.(\w+)")
 
 
@@ -52,7 +53,6 @@ def check_wishes(config: ServeConfig) -> None:
     for field in (
         "max_running_requests",
         "max_queued_requests",
-        "max_model_len",
         "max_total_tokens",
         "chunked_prefill_size",
         "expert_capacity",
@@ -153,7 +153,7 @@ def resolve(
         "fp8_activation": activation,
         "all_reduce": all_reduce.decide(config, device, arch, place.nnodes, reasons),
         **experts.decide(config, facts, device, activation, reasons, unmet),
-        **drafting.decide(config, facts, max_model_len, reasons, unmet),
+        **drafting.decide(config, facts, reasons, unmet),
         "max_model_len": max_model_len,
         "vocab_size": facts.vocab_size,
         "vocab_used": vocab_used,
@@ -268,8 +268,8 @@ def _max_model_len(config: ServeConfig, facts: ModelFacts, reasons: dict[str, st
     if length is None:
         reasons["max_model_len"] = "auto: the positions that config.json allows"
         length = facts.max_position
-    if length > facts.max_position:
-        raise UserError(f"--max-model-len {length}: the model allows 1..{facts.max_position} positions")
+    if not LEAST_MODEL_LEN <= length <= facts.max_position:
+        raise UserError(f"--max-model-len {length}: legal with this model: {LEAST_MODEL_LEN}..{facts.max_position}")
     check_total_tokens(config.max_total_tokens, config.page_size, length)
     return length
 

@@ -24,7 +24,9 @@ def where(found: Membership) -> tuple[int, ...]:
 
 def test_alone_there_is_one_member_whatever_a_shell_has_left_in_the_environment() -> None:
     assert where(place()) == (1, 0, 1, 0, 0)
-    assert where(place(TORCHRUN | SRUN)) == (1, 0, 1, 0, 0), "one rank needs no launcher"
+    assert where(place(SRUN)) == (1, 0, 1, 0, 0), "one rank needs no launcher"
+    alone = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    assert where(place(alone)) == (1, 0, 1, 0, 0)
     job = {"SLURM_NODEID": "1", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     assert where(place(job, tp=4)) == (1, 0, 1, 0, 0)
     assert where(place({"RANK": "1", "WORLD_SIZE": "2"}, tp=4)) == (1, 0, 1, 0, 0), "no LOCAL_RANK: not torchrun's"
@@ -66,7 +68,8 @@ def test_a_task_of_srun_is_a_rank_when_there_are_as_many_and_else_a_host() -> No
         ({}, {"nnodes": 4, "node_rank": 0, "tp": 4, "pp": 2}, ["a stage may not span nodes", "legal", "1, 2"]),
         ({}, {"nnodes": 2, "node_rank": 0, "pp": 2}, ["--dist-init-addr HOST:PORT"]),
         ({}, {"nnodes": 2, "node_rank": 0, "pp": 2, "dist_init_addr": "h:65533"}, ["legal: up to 65532"]),
-        (TORCHRUN | MASTER, {"tp": 4}, ["torchrun started 8 processes", "--tp 4 x --pp 1 is 4 ranks"]),
+        (TORCHRUN | MASTER, {"tp": 4}, ["torchrun started 8 processes", "--tp 4 x --pp 1 the number of ranks is 4"]),
+        (TORCHRUN | MASTER, {}, ["torchrun started 8 processes", "--tp 1 x --pp 1 the number of ranks is 1"]),
         (TORCHRUN, {"tp": 4, "pp": 2}, ["--dist-init-addr HOST:PORT"]),
         (TORCHRUN | MASTER | {"RANK": "x"}, {"tp": 4, "pp": 2}, ["RANK='x' is no number"]),
         (TORCHRUN | MASTER | {"RANK": "8"}, {"tp": 4, "pp": 2}, ["RANK=8: legal: 0..7"]),
