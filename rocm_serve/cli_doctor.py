@@ -22,6 +22,7 @@ _DIALECTS = {
     "fnuz": "e4m3fnuz: weights are turned from e4m3fn as they are read, scales doubled",
     "none": "stored as e4m3fn, without instructions for it",
 }
+_NOT_HERE = ", which is not here: what follows is what this machine's packages and devices allow"
 _MOST_COUNTS = 12
 
 
@@ -80,7 +81,7 @@ def lines_of(report: KernelReport) -> list[str]:
     """Write the report for people."""
     name = f"{report.gpu or report.arch} ({report.arch}, {report.compute_units} CUs)" if report.gpu else report.arch
     out = [
-        f"kernels on {name}{'' if report.seen or not report.gpu else ', which is not here'}",
+        f"kernels on {name}{'' if report.seen or not report.gpu else _NOT_HERE}",
         f"fp8: {_DIALECTS[report.fp8_dialect]}; products by default with rows as {report.fp8_activation}",
         "versions: " + ", ".join(f"{library} {version}" for library, version in report.versions.items()),
     ]

@@ -14,6 +14,7 @@ from rocm_serve.config import load
 from rocm_serve.errors import UserError
 from rocm_serve.ops.tiles import read_table
 from rocm_serve.outputs import check_file, check_folder
+from rocm_serve.platform.gpus import gpu_of
 
 if TYPE_CHECKING:
     from rocm_serve.tuning.command import Request
@@ -34,6 +35,10 @@ def tune(
     arch: Annotated[
         str | None, typer.Option(help="With --dry-run: a card that is not here.", show_default=False)
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="{mi300x,mi308x,mi325x,mi355x,h200}", help="The same, by its name.", show_default=False),
+    ] = None,
     op: Annotated[list[str] | None, typer.Option("--op", metavar="OP=PROVIDER", help="As for serve.")] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Table to extend; by default this installation's.")
@@ -52,14 +57,10 @@ def tune(
         raise UserError(f"--jobs {jobs}: legal: 1 or more")
     if not 0 <= budget_s < math.inf:
         raise UserError(f"--budget-s {budget_s:g}: legal: 0 or more seconds")
+    arch = _arch(arch, gpu)
     if arch is not None and not dry_run:
-        raise UserError("--arch is for --dry-run: tiles are timed on the GPU that is here")
-    for flag, file in (("--out", out), ("--report", report)):
-        if file is not None and not dry_run:
-            check_folder(flag, file.parent)
-            check_file(flag, file)
-    if out is not None:
-        read_table(out)
+        raise UserError("--gpu and --arch are for --dry-run: tiles are timed on the GPU that is here")
+    _check_files(out, report, dry_run)
     request: Request = importlib.import_module("rocm_serve.tuning.command").Request(
         model=model,
         shape=shape,
@@ -76,3 +77,21 @@ def tune(
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
     raise typer.Exit(request.list_candidates(console.print) if dry_run else request.run(console.print))
+
+
+def _arch(arch: str | None, gpu: str | None) -> str | None:
+    named = gpu_of(gpu, None)
+    if named is None:
+        return arch
+    if arch not in (None, named.arch):
+        raise UserError(f"--gpu {gpu} is {named.arch}, and --arch says {arch}; give one of them")
+    return named.arch
+
+
+def _check_files(out: Path | None, report: Path | None, dry_run: bool) -> None:
+    for flag, file in (("--out", out), ("--report", report)):
+        if file is not None and not dry_run:
+            check_folder(flag, file.parent)
+            check_file(flag, file)
+    if out is not None:
+        read_table(out)

@@ -69,7 +69,9 @@ class Request:
         gpu = gpus_seen_by_torch()
         arch = self.arch or gpu.arch
         if not arch:
-            raise UserError("there is no GPU here; with --dry-run name one: --arch gfx942, gfx950 or sm_90")
+            raise UserError(
+                "there is no GPU here; with --dry-run name one: --gpu mi300x, or --arch gfx942, gfx950 or sm_90"
+            )
         wish = self.wish(arch)
         say(facts_words(wish))
         here = gpu.kind != "none" and gpu.arch == arch

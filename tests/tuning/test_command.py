@@ -95,8 +95,10 @@ def test_a_dry_run_lists_every_candidate_for_a_card_that_is_not_here() -> None:
 def test_the_command_takes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Request] = []
     monkeypatch.setattr(Request, "list_candidates", lambda self, say: seen.append(self) or 0)
-    given = "tune --shape tiny --rows 4 --rows 8 --only experts --op linear=reference --arch gfx950 --dry-run"
-    assert CliRunner().invoke(app, given.split()).exit_code == 0
+    given = "tune --shape tiny --rows 4 --rows 8 --only experts --op linear=reference --dry-run"
+    for card in ("--arch gfx950", "--gpu MI355X", "--gpu mi355x --arch gfx950"):
+        assert CliRunner().invoke(app, f"{given} {card}".split()).exit_code == 0
+        assert seen[-1].arch == "gfx950"
     assert (seen[0].rows, seen[0].only, seen[0].op) == ((4, 8), ("experts",), {"linear": "reference"})
 
 
@@ -105,6 +107,8 @@ def test_the_command_takes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--jobs 0", "--jobs 0: legal: 1 or more"),
         ("--budget-s nan", "--budget-s nan: legal: 0 or more"),
+        ("--gpu mi300x", "--gpu and --arch are for --dry-run"),
+        ("--gpu mi300x --arch gfx950 --dry-run", "--gpu mi300x is gfx942, and --arch says gfx950"),
         ("--out {folder}", "--out {folder}: Is a directory"),
         ("--report {folder}/junk/report.json", "--report {folder}/junk: File exists"),
         ("--out {folder}/junk", "{folder}/junk is no table of tiles: "),
