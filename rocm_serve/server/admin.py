@@ -46,6 +46,7 @@ def build_router(context: Context) -> APIRouter:
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
+    @router.get("/ping")  # SageMaker's name for it
     async def health() -> Response:
         """200 while the engine lives, also before it is ready and while it drains; 503 once it is dead."""
         if gate.state == "dead":

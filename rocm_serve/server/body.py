@@ -13,6 +13,7 @@ from rocm_serve.server.errors import ApiError, bad_request
 
 MAX_BODY_BYTES = 16 * 2**20  # a million token ids take half of it
 BODY_S = 60.0  # for all of a body to come
+_MOST_NAME = 100  # characters of a field's name in an answer
 _BIG_BODY_BYTES = 2**18  # such bodies are parsed on a thread: they would hold up the streams of others
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -73,7 +74,7 @@ def _too_large() -> ApiError:
 def _field_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     path = [part for part in first["loc"] if isinstance(part, str)]
-    param = ".".join(path) or None
+    param = ".".join(path)[:_MOST_NAME] or None
     if first["type"] == "extra_forbidden":
         return bad_request(f"unknown field {param!r}: it would have no effect here", param, "unknown_field")
     if first["type"] == "missing":

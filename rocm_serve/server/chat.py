@@ -21,7 +21,7 @@ from rocm_serve.server.messages_text import render_messages
 from rocm_serve.server.pieces import Piece, joined
 from rocm_serve.server.protocol import ChatRequest
 from rocm_serve.server.reasoning import REASONING_PARSERS
-from rocm_serve.server.respond import Frame, checked_choices, encode, gather_parts, respond, usage
+from rocm_serve.server.respond import Frame, checked_choices, chunk_tail, encode, gather_parts, respond, usage
 from rocm_serve.server.sse import DONE, event
 from rocm_serve.server.tools import TOOL_PARSERS
 from rocm_serve.server.tools.request import Tools, tools_shown
@@ -163,13 +163,14 @@ async def _stream(
     """Yield the role of each choice, then what it says as deltas, as OpenAI does."""
     parsers = [make_parser() for _ in answers]
     head = b"data: " + encode(frame.fields(_CHUNK))[:-1] + b',"choices":['
-    tail = b'],"usage":null}\n\n' if frame.include_usage else b"]}\n\n"
+    tail = chunk_tail(answers, frame)
     try:
         for answer in answers:
             role: dict[str, object] = {"role": "assistant", "content": ""}
             yield head + encode(_chunk_choice(Part(answer.choice.index, ""), role, writer)) + tail
         async with aclosing(context.runner.batches(answers)) as batches:
             async for parts in batches:
+                tail = chunk_tail(answers, frame)
                 events: list[bytes] = []
                 for part in parts:
                     pieces = _read(part, parsers[part.index], context)

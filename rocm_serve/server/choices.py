@@ -87,17 +87,15 @@ class Checker:
     def max_tokens(
         self, wanted: int | None, prompt_len: int, param: str = "max_tokens", prompt_param: str = "prompt"
     ) -> int:
-        """Return the number of tokens to make; None takes what the context has left.
+        """Return the number of tokens to make; None takes what the context has left, 0 lets the prompt fill it.
 
         Errors: ApiError 400 `context_length_exceeded`. A prompt is never cut.
         """
         limit = self.limits.max_model_len
         left = limit - prompt_len
-        if left <= 0:
-            message = (
-                f"the prompt has {prompt_len} tokens; this server's context is {limit} tokens "
-                f"and at least one must be left for the answer"
-            )
+        if left < (0 if wanted == 0 else 1):
+            rest = "" if wanted == 0 else " and at least one must be left for the answer"
+            message = f"the prompt has {prompt_len} tokens; this server's context is {limit} tokens{rest}"
             raise bad_request(message, prompt_param, "context_length_exceeded")
         if wanted is not None and wanted > left:
             message = (
@@ -154,8 +152,11 @@ def text_options(body: SamplingFields, *, track_offsets: bool) -> TextOptions:
 
 def check_fields_together(body: SamplingFields) -> None:
     """Errors: ApiError 400 for fields that are legal alone and not with each other."""
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options
+    if options is not None and not body.stream:
         raise bad_request("stream_options needs stream=true", "stream_options")
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise bad_request("continuous_usage_stats needs include_usage=true", "stream_options.continuous_usage_stats")
     if body.min_tokens and body.max_tokens is not None and body.min_tokens > body.max_tokens:
         raise bad_request(f"min_tokens {body.min_tokens} is above max_tokens {body.max_tokens}", "min_tokens")
 

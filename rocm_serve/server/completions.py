@@ -14,7 +14,7 @@ from rocm_serve.server.context import Context
 from rocm_serve.server.errors import ApiError
 from rocm_serve.server.logprobs import LogprobWriter
 from rocm_serve.server.protocol import CompletionRequest
-from rocm_serve.server.respond import Frame, checked_choices, encode, gather_parts, respond, usage
+from rocm_serve.server.respond import Frame, checked_choices, chunk_tail, encode, gather_parts, respond, usage
 from rocm_serve.server.sse import DONE, event
 
 _KIND = "text_completion"
@@ -84,12 +84,12 @@ def _encoded(part: Part, writer: LogprobWriter | None) -> bytes:
 async def _stream(
     answers: Sequence[Answer], frame: Frame, context: Context, writer: LogprobWriter | None
 ) -> AsyncGenerator[bytes, None]:
-    """Yield one event per part. With `include_usage` every chunk has usage null, and a last one the counts."""
+    """Yield one event per part. With `include_usage` a last one has the counts of all."""
     head = b"data: " + encode(frame.fields(_KIND))[:-1] + b',"choices":['
-    tail = b'],"usage":null}\n\n' if frame.include_usage else b"]}\n\n"
     try:
         async with aclosing(context.runner.batches(answers)) as batches:
             async for parts in batches:
+                tail = chunk_tail(answers, frame)
                 yield b"".join([head + _encoded(part, writer) + tail for part in parts])
     except ApiError as error:
         yield event(error.body())

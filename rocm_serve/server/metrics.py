@@ -46,7 +46,7 @@ _DRAFT_COUNTERS = {  # only where drafts are made: a gate takes them for the sig
     "accepted_draft_tokens": "Drafts that were the tokens drawn without them",
 }
 _REFUSALS = (429, 503)
-_PROBES = ("/health", "/ready")
+_PROBES = ("/health", "/ready", "/ping")
 _COUNTER_FIELDS = {"aborted_requests": "aborted", "finished_requests": "finished"}
 
 

@@ -1,10 +1,10 @@
-"""Request bodies: every field of OpenAI's schema is honoured, or refused by name. Nothing is ignored."""
+"""Request bodies: every field of OpenAI's schema is honoured, or refused by name. Nothing that asks is ignored."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128  # n
@@ -112,8 +112,25 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[bool | None, Field(description="usage so far in every chunk")] = None
     include_obfuscation: Literal[False] | None = None
 
+
+# Fields of OpenAI's that this server lacks, with the values that ask for nothing.
+_NOTHING: dict[str, tuple[object, ...]] = {
+    "audio": (None,),
+    "function_call": (None,),
+    "functions": (None,),
+    "metadata": (None, {}),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "prompt_cache_key": (None,),
+    "safety_identifier": (None,),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
 
 Real = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -144,6 +161,11 @@ class SamplingFields(_Body):
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, value: dict[str, object]) -> dict[str, object]:
+        return {name: wish for name, wish in value.items() if wish not in _NOTHING.get(name, ())}
 
 
 class CompletionRequest(SamplingFields):

@@ -18,7 +18,7 @@ from rocm_serve.server.answer import Answer, Part
 from rocm_serve.server.choices import Checker, Choice
 from rocm_serve.server.context import Context
 from rocm_serve.server.logprobs import Scored
-from rocm_serve.server.protocol import SamplingFields
+from rocm_serve.server.protocol import SamplingFields, StreamOptions
 from rocm_serve.server.sse import EventStream, until_disconnect
 from rocm_serve.tokens.tokenizer import LONG_TEXT_CHARS
 
@@ -37,15 +37,18 @@ class Frame:
     model: str
     num_choices_per_prompt: int
     include_usage: bool
+    continuous_usage: bool
 
     @classmethod
     def build(cls, prefix: str, body: SamplingFields, context: Context) -> Frame:
+        options = body.stream_options or StreamOptions()
         return cls(
             id=f"{prefix}-{uuid.uuid4().hex}",
             created=int(datetime.now(UTC).timestamp()),
             model=context.info.served_model_name,
             num_choices_per_prompt=body.n or 1,
-            include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
         )
 
     def fields(self, kind: str) -> dict[str, object]:
@@ -57,6 +60,13 @@ def usage(answers: Sequence[Answer], frame: Frame) -> dict[str, int]:
     prompts = sum(len(answer.choice.request.prompt) for answer in answers[:: frame.num_choices_per_prompt])
     made = sum(answer.num_tokens for answer in answers)
     return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
+
+
+def chunk_tail(answers: Sequence[Answer], frame: Frame) -> bytes:
+    """Return what ends a chunk behind its choices: with `include_usage` usage too, null unless it was asked for."""
+    if frame.continuous_usage:
+        return b'],"usage":%b}\n\n' % encode(usage(answers, frame))
+    return b'],"usage":null}\n\n' if frame.include_usage else b"]}\n\n"
 
 
 async def gather_parts(context: Context, answers: Sequence[Answer]) -> list[Part]:

@@ -53,7 +53,7 @@ def test_an_engine_that_is_not_ready_refuses_work_and_says_why(state: str, healt
     async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
         engine.state = state  # type: ignore[assignment]
         engine.error = "rank 3 died in step 7"
-        assert (await client.get("/health")).status_code == health
+        assert (await client.get("/health")).status_code == (await client.get("/ping")).status_code == health
         for response in (
             await client.get("/ready"),
             await client.post("/v1/completions", json={"prompt": "a"}),

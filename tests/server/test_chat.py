@@ -57,6 +57,9 @@ def test_the_template_makes_the_prompt_and_both_modes_agree() -> None:
         assert {part["object"] for part in parts} == {"chat.completion.chunk"}
         assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert parts[-1]["choices"] == [] and parts[-1]["usage"] == answer["usage"]
+        so_far = await chunks(client, stream_options={"include_usage": True, "continuous_usage_stats": True}, **body)
+        assert so_far[0]["usage"]["completion_tokens"] == 0 and so_far[-2]["usage"] == so_far[-1]["usage"]
+        assert so_far[-1]["usage"] == answer["usage"]
         made: list[int] = []
         for _ in range(6):
             made.append(int(engine.logits([*engine.seen[0].prompt, *made]).argmax()))

@@ -233,6 +233,10 @@ def test_usage_comes_as_one_last_chunk_when_asked_and_not_otherwise() -> None:
         assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
         assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
         assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+        so_far = await events(client, stream_options={"include_usage": True, "continuous_usage_stats": True}, **body)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in so_far]
+        assert counts == sorted(counts) and counts[0] < 20 and so_far[-1]["usage"] == whole["usage"]
+        assert all(chunk["usage"]["prompt_tokens"] == 3 for chunk in so_far)
         for options in ({}, {"stream_options": {"include_usage": False}}, {"stream_options": None}):
             chunks = await events(client, **body, **options)
             assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)

@@ -159,6 +159,10 @@ def test_a_missing_prompt_and_misplaced_stream_options_are_named() -> None:
             ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
             ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
             ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+            (
+                {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+                "stream_options.continuous_usage_stats",
+            ),
             ({"stream": True, "stream_options": 5}, "stream_options"),
         ]:
             response = await client.post("/v1/completions", json={"prompt": "a", **body})
@@ -174,7 +178,7 @@ def test_a_missing_prompt_and_misplaced_stream_options_are_named() -> None:
         ({"prompt": [[1] * 41]}, "prompt"),
         ({"prompt": [[1] * 41], "max_tokens": None}, "prompt"),
         ({"prompt": "a " * 60}, "prompt"),
-        ({"prompt": [[1] * 40], "max_tokens": 0, "echo": True}, "prompt"),
+        ({"prompt": [[1] * 41], "max_tokens": 0, "echo": True}, "prompt"),
         ({"prompt": [[1] * 30], "max_tokens": 11}, "max_tokens"),
         ({"prompt": "a", "max_tokens": 10**12}, "max_tokens"),
         ({"prompt": ["a", [1] * 41]}, "prompt"),
@@ -193,8 +197,41 @@ def test_exactly_the_context_is_served() -> None:
     async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
         answer = await complete(client, prompt=[[1] * 30], max_tokens=10, ignore_eos=True)
         assert answer["usage"]["total_tokens"] == 40
+        scored = await complete(client, prompt=[[1] * 40], max_tokens=0, echo=True, logprobs=0)
+        assert len(scored["choices"][0]["logprobs"]["tokens"]) == 40 and scored["usage"]["total_tokens"] == 40
 
     with_client(talk, max_model_len=40)
+
+
+def test_a_huge_unknown_field_is_named_in_short() -> None:
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        error = await refused(client, 400, prompt="a", **{"x" * 100_000: 1})
+        assert error["code"] == "unknown_field" and error["param"] == "x" * 100 and len(error["message"]) < 200
+
+    with_client(talk)
+
+
+@pytest.mark.parametrize(
+    ("name", "nothing", "something"),
+    [
+        ("prediction", [None], {"type": "content"}),
+        ("service_tier", [None, "auto", "default"], "flex"),
+        ("modalities", [None, ["text"]], ["text", "audio"]),
+        ("store", [None, False], True),
+        ("metadata", [None, {}], {"a": "b"}),
+        ("verbosity", [None], "low"),
+    ],
+)
+def test_a_field_that_is_not_there_is_taken_when_it_asks_for_nothing(
+    name: str, nothing: list[Any], something: Any
+) -> None:
+    async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        for value in nothing:
+            await complete(client, prompt="a", max_tokens=1, **{name: value})
+        error = await refused(client, 400, prompt="a", **{name: something})
+        assert (error["param"], error["code"]) == (name, "unknown_field")
+
+    with_client(talk)
 
 
 def test_min_tokens_beyond_what_is_left_is_refused() -> None:

@@ -26,10 +26,6 @@ def tools_shown(body: ChatRequest, parser: str | None, legal: Sequence[str]) -> 
             400, f"this server takes no tools: start it with {flags}", param="tools", code="unsupported_field"
         )
     check_tools(tools)
-    if not tools:
-        for name, value in (("tool_choice", body.tool_choice), ("parallel_tool_calls", body.parallel_tool_calls)):
-            if value not in (None, "none"):
-                raise bad_request(f"{name} needs tools", name)
     return () if body.tool_choice == "none" else tools
 
 
