@@ -106,7 +106,7 @@ class DecoderLayer(nn.Module):
         `added`: what the layer before has left to be added, or None. A norm does it on its way.
         """
         mixer = self.self_attn if self.full_attention else self.linear_attn
-        if added_TH is not None and len(hidden_TH) <= self._most_folded:
+        if added_TH is not None and 0 < len(hidden_TH) <= self._most_folded:
             first, second = mixer.first_weight, self.mlp.first_weight
             if first is not None and second is not None:
                 # a sum goes where no program still reads: to other memory, and back
