@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -78,6 +79,15 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Look at a file or folder: what the system refuses becomes one line with its name. Errors: that UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
 class CheckpointReader:
     """Reads one model directory. Headers are read when first asked for, one shard at a time.
 
@@ -87,13 +97,16 @@ class CheckpointReader:
 
     def __init__(self, model_dir: str | Path) -> None:
         self.path = Path(model_dir)
-        if not self.path.is_dir():
+        with naming(self.path):
+            is_folder = self.path.is_dir()
+        if not is_folder:
             raise UserError(f"{self.path} is not a directory; legal: a directory with config.json and *.safetensors")
         self.bytes_read = 0
         self.bytes_kept = 0
         self._headers: dict[str, dict[str, TensorInfo]] = {}
         self._files: dict[str, int] = {}
-        self._indexed = (self.path / INDEX).exists()
+        with naming(self.path / INDEX):
+            self._indexed = (self.path / INDEX).exists()
         self.names: Mapping[str, str] = self._read_index() if self._indexed else self._read_single()
 
     def __enter__(self) -> Self:
@@ -127,12 +140,13 @@ class CheckpointReader:
     def header(self, file: str) -> Mapping[str, TensorInfo]:
         """Return what shard `file` holds, by name. A node needs the shards of its own stages only.
 
-        Errors: UserError when the file is not there.
+        Errors: UserError when the file is not there, or is no such file.
         """
         if file not in self._headers:
-            if not (self.path / file).is_file():
-                raise UserError(f"{self.path / INDEX} names {file}, but {self.path} has no such file")
-            self._headers[file] = _parse_header(self.path / file, file)
+            with naming(self.path / file):
+                if not (self.path / file).is_file():
+                    raise UserError(f"{self.path / INDEX} names {file}, but {self.path} has no such file")
+                self._headers[file] = _parse_header(self.path / file, file)
         return self._headers[file]
 
     def check_shards(self, files: set[str]) -> None:
@@ -189,16 +203,17 @@ class CheckpointReader:
         return bits
 
     def _fill(self, info: TensorInfo, start: int, bits: Bits) -> None:
-        if info.file not in self._files:
-            self._files[info.file] = os.open(self.path / info.file, os.O_RDONLY)
         view = bits.view(np.uint8).data
         position = info.offset + start * bits.itemsize
         done = 0
-        while done < len(view):
-            count = os.preadv(self._files[info.file], [view[done:]], position + done)
-            if not count:
-                raise UserError(f"{self.path / info.file} ends inside {info.name}: the file is truncated")
-            done += count
+        with naming(self.path / info.file):
+            if info.file not in self._files:
+                self._files[info.file] = os.open(self.path / info.file, os.O_RDONLY)
+            while done < len(view):
+                count = os.preadv(self._files[info.file], [view[done:]], position + done)
+                if not count:
+                    raise UserError(f"{self.path / info.file} ends inside {info.name}: the file is truncated")
+                done += count
         self.bytes_read += done
 
     def _read_index(self) -> dict[str, str]:
@@ -210,7 +225,9 @@ class CheckpointReader:
 
     def _read_single(self) -> dict[str, str]:
         file = "model.safetensors"
-        if not (self.path / file).is_file():
+        with naming(self.path / file):
+            is_there = (self.path / file).is_file()
+        if not is_there:
             raise UserError(f"{self.path} has neither {INDEX} nor {file}")
         return dict.fromkeys(self.header(file), file)
 
@@ -220,10 +237,10 @@ def read_index(path: Path) -> dict[str, str]:
 
     Errors: UserError for what is no index.
     """
+    with naming(path):
+        data = path.read_bytes()
     try:
-        index = msgspec.json.decode(path.read_bytes(), type=_Index)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        index = msgspec.json.decode(data, type=_Index)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a safetensors index: {error}") from error
     return {name: sys.intern(file) for name, file in index.weight_map.items()}
@@ -261,7 +278,7 @@ def read_config(model_dir: str | Path) -> tuple[dict[str, object], dict[str, obj
     """
     path = Path(model_dir)
     config = read_object(path / "config.json")
-    if path.is_file():
+    if config is None and path.is_file():
         raise UserError(f"{path} is a file; legal: a directory with config.json and *.safetensors")
     if config is None:
         raise UserError(f"{path} has no config.json; legal: a directory with config.json and *.safetensors")
@@ -270,12 +287,12 @@ def read_config(model_dir: str | Path) -> tuple[dict[str, object], dict[str, obj
 
 def read_object(path: Path) -> dict[str, object] | None:
     """Return the JSON object in a file; None where there is no such file. Errors: UserError for anything else there."""
-    if not path.exists():
-        return None
+    with naming(path):
+        if not path.exists():
+            return None
+        data = path.read_bytes()
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from rocm_serve.checkpoint.ledger import check_stage
-from rocm_serve.checkpoint.reader import INDEX, ITEMSIZES, CheckpointReader, read_config, read_index
+from rocm_serve.checkpoint.reader import INDEX, ITEMSIZES, CheckpointReader, naming, read_config, read_index
 from rocm_serve.checkpoint.rules import catalogue
 from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import (
@@ -124,7 +124,9 @@ def survey(model: str | Path) -> Survey:
     Errors: UserError for what is neither, a broken configuration or index.
     """
     path = Path(model)
-    if path.is_file():
+    with naming(path):
+        is_file = path.is_file()
+    if is_file:
         if path.name != "config.json":
             raise UserError(f"{path} is not a config.json or a directory with one")
         # The file alone was named: what lies beside it may be of another model.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as BpeTokenizer
 
-from rocm_serve.checkpoint.reader import read_object
+from rocm_serve.checkpoint.reader import naming, read_object
 from rocm_serve.errors import UserError
 
 LONG_TEXT_CHARS = 8_000  # a longer text takes more than some 10 ms, and is worth a thread
@@ -73,7 +73,9 @@ class Tokenizer:
         Errors: UserError when tokenizer.json is missing, unreadable, or not byte-level BPE.
         """
         path = Path(directory) / "tokenizer.json"
-        if not path.is_file():
+        with naming(path):
+            is_there = path.is_file()
+        if not is_there:
             raise UserError(f"{path} does not exist; a fast tokenizer (tokenizer.json) is needed")
         try:
             bpe = BpeTokenizer.from_file(str(path))
@@ -170,13 +172,12 @@ def _token_text(value: object) -> str | None:
 
 def _template_text(directory: Path, field: object) -> str | None:
     path = directory / "chat_template.jinja"
-    if path.exists():
-        try:
-            return path.read_text(encoding="utf-8") or None
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} cannot be read as UTF-8: {error}") from error
+    try:
+        with naming(path):
+            if path.exists():
+                return path.read_text(encoding="utf-8") or None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} cannot be read as UTF-8: {error}") from error
     if isinstance(field, list):  # several named templates: [{"name": "default", "template": "..."}, ...]
         named = {entry.get("name"): entry.get("template") for entry in field if isinstance(entry, dict)}
         field = named.get("default")
