@@ -90,26 +90,40 @@ def step_bytes(
 
 
 def work_bytes(
-    params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved, *, counted: bool | None = None
+    params: Mapping[str, Param],
+    facts: ModelFacts,
+    coord: Coord,
+    resolved: Resolved,
+    *,
+    counted: bool | None = None,
+    captured: bool = False,
 ) -> int:
-    """Bound what a step holds while it runs.
+    """Bound what a step holds while it runs. `captured`: in a graph, where every draw is plain.
 
-    The last stage has the logits of every running request and of one slice of scored prompt rows, with the copies that
-    sorting them takes. Rows on their way to experts come on top, and rows between stages: `pp + 1` messages that leave,
-    `pp` that were asked for.
+    The last stage has the logits of every running request and of one slice of scored prompt rows, with their copies,
+    and draws from them. Rows on their way to experts come on top, and rows between stages: `pp + 1` messages that
+    leave, and for every step in flight one that was asked for.
     """
     rows = step_rows(resolved)
     logits = 3 * padded(decode_rows(resolved), CPU_ROW_MULTIPLE) + 2 * SCORED_ROWS if coord.last_stage else 0
+    drawn = step_memory.drawn_bytes(facts, decode_rows(resolved)) if coord.last_stage and not captured else 0
     of_layers = step_memory.counted_before_binding(resolved) if counted is None else counted
-    total = (_counted_bytes if of_layers else _bounded_bytes)(params, facts, coord, resolved, rows, logits)
+    total = (_counted_bytes if of_layers else _bounded_bytes)(params, facts, coord, resolved, rows, logits, drawn)
     total += experts_memory.step_staging(params, facts, resolved, rows)
     pp = coord.mesh.pp
-    messages = (0 if coord.last_stage else pp + 1) + (0 if coord.first_stage else pp)
+    asked_for = pp + (resolved.plan_ahead != "off")
+    messages = (0 if coord.last_stage else pp + 1) + (0 if coord.first_stage else asked_for)
     return total + messages * rows * facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
 
 
 def _counted_bytes(
-    params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved, rows: int, logits: int
+    params: Mapping[str, Param],
+    facts: ModelFacts,
+    coord: Coord,
+    resolved: Resolved,
+    rows: int,
+    logits: int,
+    drawn: int,
 ) -> int:
     """Take what is there at one time: the streams, and the most of attention or delta rule, experts and head."""
     experts = experts_memory.step_workspace(params, facts, coord.place, resolved, rows, row_multiple(resolved))
@@ -117,29 +131,41 @@ def _counted_bytes(
     parts = (
         step_memory.mixer_bytes(params, layout_of(facts, coord, resolved), coord.place, resolved, rows, copied),
         step_memory.mlp_bytes(params, coord.place, resolved, rows) + experts,
-        step_memory.head_bytes(facts, coord.mesh.tp, resolved, logits) if coord.last_stage else 0,
+        step_memory.head_bytes(facts, coord.mesh.tp, resolved, logits, drawn) if coord.last_stage else 0,
     )
     return int(step_memory.SLACK * (step_memory.streams_bytes(facts, resolved, rows) + max(parts)))
 
 
 def _bounded_bytes(
-    params: Mapping[str, Param], facts: ModelFacts, coord: Coord, resolved: Resolved, rows: int, logits: int
+    params: Mapping[str, Param],
+    facts: ModelFacts,
+    coord: Coord,
+    resolved: Resolved,
+    rows: int,
+    logits: int,
+    drawn: int,
 ) -> int:
     """Take for each row a few streams of the hidden size and the widest inner layer in float32, whoever computes it.
 
-    Or what the routed experts take if that is more; logits and copied keys on top. In bfloat16 the CPU's linear layers
-    hold one weight in float32.
+    Or what the routed experts take if that is more; logits, what draws take and copied keys on top. In bfloat16 the
+    references of linear layers, which a CPU has, hold one weight in float32.
     """
     experts = experts_memory.step_workspace(params, facts, coord.place, resolved, rows, row_multiple(resolved))
     streams = rows * chunk.row_bytes(0, facts)
     inner = max(rows * chunk.row_bytes(chunk.widest(params, coord.place), facts) - streams, experts)
     total = streams + inner + copied_keys_bytes(facts, coord, resolved)
-    total += logits * -(-facts.vocab_size // coord.mesh.tp) * 4
-    if resolved.device == "cpu" and resolved.dtype == "bfloat16":
+    total += logits * -(-facts.vocab_size // coord.mesh.tp) * 4 + drawn
+    widens = resolved.device == "cpu" or any(map(_widens, resolved.op.items()))
+    if widens and resolved.dtype == "bfloat16":
         inner_params = (p for name, p in params.items() if not name.endswith("embed_tokens.weight"))
         shapes = (shape_at(p, coord.place) for p in inner_params)
         total += 4 * max((prod(shape[-2:]) for shape in shapes if len(shape) >= 2), default=0)
     return total
+
+
+def _widens(wish: tuple[str, str]) -> bool:
+    name, provider = wish
+    return provider == "reference" and name.rpartition(".")[2] in ("linear", "fp8_linear")
 
 
 def inputs_bytes(facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
@@ -257,11 +283,11 @@ def graph_bytes(
     counts, several = prompt_counts(resolved), prompt_sequences(resolved)
     kinds = counts + counts[-1:] * (several > 1)
     prompts = [many + count for count in kinds for many in graphs.prompt_sizes(prompt_rows(resolved))]
-    largest_step = work_bytes(params, facts, coord, decode, counted=counted)
+    largest_step = work_bytes(params, facts, coord, decode, counted=counted, captured=True)
     if prompts:  # their logits are computed outside
         beside = max(several, counts[-1])
         one = msgspec.structs.replace(resolved, chunked_prefill_size=prompt_rows(resolved), max_running_requests=beside)
-        largest_step = max(largest_step, work_bytes(params, facts, coord, one, counted=counted))
+        largest_step = max(largest_step, work_bytes(params, facts, coord, one, counted=counted, captured=True))
     held = sum(rows) * left + sum(prompts) * facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
     return largest_step + held + (len(rows) + len(prompts)) * nodes * GRAPH_NODE_BYTES
 

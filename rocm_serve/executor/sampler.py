@@ -19,7 +19,7 @@ Letters: R rows, V ids of this shard, K best ids, S shards, W candidates of a ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,8 @@ from rocm_serve.ops.contract import OpFunction
 from rocm_serve.ops.rows import ROW_MULTIPLE
 from rocm_serve.ops.sampling import reference, rng
 from rocm_serve.parallel.comm import Comm
+
+DRAWN_ROWS = 32  # whole vocabularies that are sorted at one time, each some 12 copies of a row in float32
 
 
 @dataclass(slots=True)
@@ -199,27 +201,29 @@ class Sampler(VocabShard):
     def _draw_filtered(self, found: _Pass, rows: Sequence[SampleRow], tokens_R: torch.Tensor) -> None:
         """Replace the tokens of filtered rows, in place; every rank sees all candidates of them."""
         if found.narrow:
-            packet_SRKF = self._comm.all_gather(torch.cat(found.narrow))
             narrow = [i for i, row in enumerate(rows) if row.narrow]
             most = max(rows[i].params.top_k for i in narrow)
-            values_RW, ids_RW = reference.top_of_all(packet_SRKF[..., 0].float(), packet_SRKF[..., 1].long(), most)
-            self._draw(values_RW, ids_RW, narrow, rows, tokens_R)
+            for packet_RKF, *asked in self._few_at_a_time(found.narrow, narrow, rows):
+                packet_SRKF = self._comm.all_gather(packet_RKF)
+                best = reference.top_of_all(packet_SRKF[..., 0].float(), packet_SRKF[..., 1].long(), most)
+                self._draw(*best, asked, tokens_R)
         if found.wide:
-            row_SRV = self._comm.all_gather(torch.cat(found.wide))
-            values_RW, ids_RW = row_SRV.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
             wide = [i for i, row in enumerate(rows) if row.filtered and not row.narrow]
-            self._draw(values_RW, ids_RW, wide, rows, tokens_R)
+            for x_RV, *asked in self._few_at_a_time(found.wide, wide, rows):
+                row_RW = self._comm.all_gather(x_RV).transpose(0, 1).flatten(1)
+                self._draw(*row_RW.sort(dim=-1, descending=True, stable=True), asked, tokens_R)
 
-    def _draw(
-        self,
-        values_RW: torch.Tensor,
-        ids_RW: torch.Tensor,
-        indices: Sequence[int],
-        rows: Sequence[SampleRow],
-        tokens_R: torch.Tensor,
-    ) -> None:
+    def _few_at_a_time(
+        self, found: list[torch.Tensor], indices: Sequence[int], rows: Sequence[SampleRow]
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Cut what was found, which is emptied, and what `_draw` asks of its rows; one upload for all parts.
+
+        Parts have as many candidates, over all shards, as whole vocabularies of DRAWN_ROWS rows: that bounds memory.
+        """
+        found_RK = torch.cat(found)
+        found.clear()
         chosen = [rows[i] for i in indices]
-        temperature_R, top_k_R, top_p_R, min_p_R, keys_R, at_R = self._upload(
+        asked = self._upload(
             np.array([row.params.temperature for row in chosen], dtype=np.float64),
             np.array([row.params.top_k for row in chosen], dtype=np.int64),
             np.array([row.params.top_p for row in chosen], dtype=np.float64),
@@ -227,6 +231,13 @@ class Sampler(VocabShard):
             keys_of(chosen),
             np.array(indices, dtype=np.int64),
         )
+        at_once = DRAWN_ROWS * self._width // found_RK.shape[1]
+        return zip(*(x.split(at_once) for x in (found_RK, *asked)), strict=True)
+
+    def _draw(
+        self, values_RW: torch.Tensor, ids_RW: torch.Tensor, asked: Sequence[torch.Tensor], tokens_R: torch.Tensor
+    ) -> None:
+        temperature_R, top_k_R, top_p_R, min_p_R, keys_R, at_R = asked
         kept_R = reference.kept_prefix(values_RW, temperature_R, top_k_R, top_p_R, min_p_R)
         noise_RW = rng.gumbel(keys_R.unsqueeze(-1), (ids_RW + 1) * rng.as_signed(rng.GAMMA))
         scores_RW = values_RW + noise_RW.mul_(temperature_R.float().unsqueeze(-1))

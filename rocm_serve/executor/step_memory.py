@@ -14,8 +14,25 @@ from rocm_serve.ops.tiles_prefill import MOST_UNITS
 from rocm_serve.parallel.layout import Param, Place, shape_at
 from rocm_serve.parallel.mesh import Coord
 
-# Ops whose results or workspaces grow with the rows of a step. What other providers hold is theirs, and unknown.
-COUNTED = ("moe_experts", "attention_prefill", "attention_decode", "causal_conv", "gdn_chunk", "gdn_step")
+# Providers of ops whose results or workspaces grow with the rows of a step. What others hold is theirs, and unknown: a
+# reference widens rows and weights to float32. References of ops that are not named hold no more than is planned.
+_TRITON = frozenset({"triton"})
+_KNOWN: Mapping[str, frozenset[str]] = {
+    "linear": _TRITON | {"torch"},
+    "fp8_linear": _TRITON,
+    "quantise_rows": _TRITON,
+    "silu_mul": _TRITON,
+    "sigmoid_mul": _TRITON,
+    "moe_experts": _TRITON,
+    "attention_prefill": _TRITON,
+    "attention_decode": _TRITON,
+    "causal_conv": _TRITON,
+    "gdn_chunk": _TRITON,
+    "gdn_step": _TRITON,
+    "draw_token": _TRITON,
+}
+DRAWN_ROWS = 32  # whole vocabularies that are sorted at one time (sampler.DRAWN_ROWS)
+_DRAWN_COPIES = 12  # of a row in float32: values, ids and keys in 64 bits, weights and their sums in float64
 # What torch's allocator takes is more than what is asked of it: it keeps blocks of steps of other sizes.
 SLACK = 1.25
 _STREAMS = 5  # rows of the hidden size at one time: the stream, its norm, what a part returns, a sum, a quantised copy
@@ -28,14 +45,13 @@ _WIDENED_ROWS = 8192  # of the head, in float32 at a time, where a library has n
 
 
 def counted_before_binding(resolved: Resolved) -> bool:
-    """Whether Triton's kernels will be bound for all of `COUNTED`, as far as wishes tell: AITER comes first on ROCm."""
-    asked = [provider for name, provider in resolved.op.items() if name.rpartition(".")[2] in COUNTED]
-    return resolved.device == "cuda" and not resolved.preferred and set(asked) <= {"triton"}
+    """Whether providers will be bound of which that is known, as far as wishes tell: AITER comes first on ROCm."""
+    return resolved.device == "cuda" and not resolved.preferred and counted(resolved.op.items())
 
 
 def counted(bound: Iterable[tuple[str, str]]) -> bool:
     """Whether they are. `bound`: "op" or "layers.N.op", and its provider."""
-    return all(provider == "triton" for name, provider in bound if name.rpartition(".")[2] in COUNTED)
+    return all(provider in _KNOWN.get(name.rpartition(".")[2], (provider,)) for name, provider in bound)
 
 
 def streams_bytes(facts: ModelFacts, resolved: Resolved, rows: int) -> int:
@@ -69,11 +85,22 @@ def mlp_bytes(params: Mapping[str, Param], place: Place, resolved: Resolved, row
     return rows * CACHE_ITEMSIZE[resolved.dtype] * max(map(sum, _widths(params, place, "mlp")), default=0)
 
 
-def head_bytes(facts: ModelFacts, tp: int, resolved: Resolved, logits: int) -> int:
-    """Return what the head holds on the last stage, where `logits` rows of them exist at one time."""
+def head_bytes(facts: ModelFacts, tp: int, resolved: Resolved, logits: int, drawn: int) -> int:
+    """Return what the head and the sampler hold on the last stage, where `logits` rows of them exist at one time.
+
+    `drawn`: of `drawn_bytes`, once the logits are there.
+    """
     columns = -(-facts.vocab_size // tp)
     widened = min(_WIDENED_ROWS, columns) * facts.hidden_size if resolved.device == "rocm" else 0
-    return 4 * (logits * columns + widened)
+    return 4 * logits * columns + max(4 * widened, drawn)
+
+
+def drawn_bytes(facts: ModelFacts, rows: int) -> int:
+    """Return what drawing holds beside copies of logits: every rank sorts whole vocabularies, of a few rows at a time.
+
+    What penalties, log-probs and candidates of a shard take is less, and comes before or after.
+    """
+    return _DRAWN_COPIES * min(DRAWN_ROWS, rows) * facts.vocab_size * 4
 
 
 def inputs_bytes(

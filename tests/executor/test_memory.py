@@ -15,7 +15,7 @@ from rocm_serve.cache.allocate import KV_DTYPES, allocate_stage_cache, cache_byt
 from rocm_serve.checkpoint.synthetic_configs import DIMS, model_config
 from rocm_serve.config import graphs
 from rocm_serve.errors import UserError
-from rocm_serve.executor import memory, vocab_shard
+from rocm_serve.executor import memory, sampler, step_memory, vocab_shard
 from rocm_serve.executor.memory import bytes_for_caches, cpu_memory, effective_limits, layout_of, page_bytes, slot_bytes
 from rocm_serve.messages import EffectiveLimits, WorkerLoaded, WorkerReady
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, parse_config, stage_params
@@ -171,8 +171,24 @@ def test_a_longer_step_and_more_requests_never_cost_less() -> None:
     assert cost() < cost(chunked_prefill_size=512) < cost(chunked_prefill_size=512, max_running_requests=64)
 
 
+@pytest.mark.parametrize("how", ["off", "graphs", "on"])
+def test_rows_between_stages_are_planned_for_every_step_in_flight(how: str) -> None:
+    """Those that leave have `pp + 1` slots; of those that come one is asked for ahead for each step in flight."""
+
+    def work(stage: int, how: str) -> int:
+        wish = resolved(pp=3, plan_ahead=how, chunked_prefill_size=1000)
+        return memory.work_bytes({}, facts(), Mesh(1, 3).coord(stage), wish)
+
+    row = 4 * facts().hidden_size * memory.step_rows(resolved(chunked_prefill_size=1000))
+    asked = 3 if how == "off" else 4
+    assert work(1, how) - work(0, how) == asked * row
+    assert work(0, how) == work(0, "off")
+    assert work(2, how) - work(2, "off") == (asked - 3) * row
+
+
 def test_the_budget_counts_the_slices_that_the_sampler_makes() -> None:
     assert memory.SCORED_ROWS == vocab_shard.SLICE_ROWS
+    assert step_memory.DRAWN_ROWS == sampler.DRAWN_ROWS
 
 
 def test_preparation_takes_the_largest_group_of_weights_that_a_provider_lays_out() -> None:
@@ -229,7 +245,7 @@ def test_graphs_cost_a_step_of_the_largest_batch_and_what_every_size_leaves(
         wish = resolved(
             tp=tp, pp=pp, device="rocm", dtype="bfloat16", max_running_requests=most, chunked_prefill_size=rows
         )
-        return memory.work_bytes(params, facts(), coord, wish)
+        return memory.work_bytes(params, facts(), coord, wish, captured=True)
 
     def pool(most: int) -> int:
         """Of steps that decode, and of the 64 rows of a prompt beside 64 that decode, whichever is larger."""

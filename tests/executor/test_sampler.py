@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_serve.executor import sampler
 from rocm_serve.executor.sample_rows import SampleRow, SamplingFailed, TokenCounts
 from rocm_serve.ops.sampling.cases import CASES
 from rocm_serve.parallel.comm import Comm, CountingComm, SoloComm, run_ranks
@@ -183,6 +184,31 @@ def test_bits_of_a_row_do_not_depend_on_its_batch(case: str) -> None:
     assert [shuffled[order.index(i)] for i in range(70)] == together
     assert [make().sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(70)] == together
     assert make().sample(torch.cat([logits[:9], logits[:23] * float("nan")]), rows[:9]) == together[:9]
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1000])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_filtered_rows_draw_the_same_however_many_are_drawn_at_one_time(
+    monkeypatch: pytest.MonkeyPatch, at_once: int, tp: int
+) -> None:
+    """What `DRAWN_ROWS` says changes no token, of whole rows and of candidates, and bounds the rows that are drawn."""
+    fields = ({"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 40, "top_p": 0.95}, {"top_p": 0.8, "presence_penalty": 0.5})
+    rows = [row(5 + i, PROMPT, OUTPUT, seed=i, **fields[i % 4]) for i in range(150)]
+    logits, drawn = normal(150), []
+    expected = sample(logits, rows, tp)
+    assert len({found.token for found in expected}) > 50
+    kept_prefix = sampler.reference.kept_prefix
+
+    def kept(values_RW: torch.Tensor, *wishes: torch.Tensor) -> torch.Tensor:
+        drawn.append(values_RW.shape)
+        return kept_prefix(values_RW, *wishes)
+
+    monkeypatch.setattr(sampler.reference, "kept_prefix", kept)
+    monkeypatch.setattr(sampler, "DRAWN_ROWS", at_once)
+    assert sample(logits, rows, tp) == expected
+    whole = max(shape[0] for shape in drawn if shape[1] == V)
+    assert whole == min(at_once, 113), "150 rows, of which 37 or 38 have candidates"
+    assert all(shape[0] * 40 <= max(1, at_once) * V for shape in drawn)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

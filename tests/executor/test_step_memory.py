@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from rocm_serve.cache.allocate import KV_DTYPES, allocate_stage_cache
 from rocm_serve.cache.layout import CACHE_ITEMSIZE
+from rocm_serve.checkpoint.synthetic_configs import Dims, model_config
 from rocm_serve.config.graphs import batch_sizes, prompt_sizes, verified_sizes
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor import memory, step_memory
@@ -24,15 +25,19 @@ from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.graphs import DeviceGraphs
 from rocm_serve.executor.inputs import RequestTable
 from rocm_serve.executor.prompt_steps import PromptSteps
-from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, stage_params
+from rocm_serve.executor.sample_rows import SampleRow
+from rocm_serve.executor.sampler import Sampler
+from rocm_serve.executor.upload import Array
+from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, parse_config, stage_params
 from rocm_serve.models.registry import build_model
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.ops.bind import BoundOps, bind_ops
 from rocm_serve.ops.fp8 import FN
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
-from rocm_serve.tuning.shapes import facts_of
-from tests.executor.wishes import resolved
+from rocm_serve.tuning.shapes import SHAPES, facts_of
+from rocm_serve.types import SamplingParams
+from tests.executor.wishes import IDS, resolved
 
 META, BF16 = torch.device("meta"), torch.bfloat16
 SOLO = Mesh(1, 1).coord(0)
@@ -157,15 +162,141 @@ def test_layers_hold_no_more_than_is_planned(
         assert planned <= 2.1 * found, "a bound, not a guess"
 
 
+class Alike(SoloComm):
+    """One of `size` ranks that all say the same."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.expand(self.size, *x.shape).clone()
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0, "presence_penalty": 1.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2, "logprobs": 5},
+        {"temperature": 1.0, "top_k": 32},
+    ],
+    ids=lambda fields: " ".join(fields),
+)
+def test_draws_hold_no_more_than_is_planned(fields: dict[str, Any], tp: int) -> None:
+    """Of 96 rows, one of them greedy, which makes copies of all others: no path takes all rows at one time."""
+    count, vocabulary = 96, 8192
+    width = vocabulary // tp
+    sampler = Sampler(Alike(tp), vocab_start=0, vocab_local=width, vocab_used=vocabulary - 20)
+    rows = [SampleRow(SamplingParams(max_tokens=4, seed=i, **fields), 5, 1, (1, 2)) for i in range(count - 1)]
+    rows.append(SampleRow(SamplingParams(max_tokens=4, temperature=0.0), 5, 1, (1, 2)))
+    logits_RV = torch.randn(count, width, generator=torch.Generator().manual_seed(tp))
+    with torch.inference_mode(), Held([]) as held:
+        sampler.sample(logits_RV.clone(), rows)
+    facts = replace(one_period("q38tp8"), vocab_size=vocabulary)
+    drawn = step_memory.drawn_bytes(facts, count)
+    planned = step_memory.head_bytes(facts, tp, wish(facts, 0, count, 128), 3 * count, drawn)
+    assert count * width * 4 < held.most <= planned
+    if fields.get("top_p"):
+        assert planned <= 1.5 * held.most, "a bound, not a guess"
+        assert step_memory.drawn_bytes(facts, 3) == drawn * 3 // 32 and drawn == step_memory.drawn_bytes(facts, 32)
+
+
+def to_meta(*arrays: Array) -> list[torch.Tensor]:
+    return [torch.from_numpy(array).to(META) for array in arrays]
+
+
+@triton
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("several", [{"top_p": 0.9}, {"top_k": 20}, {"top_k": 1024, "min_p": 0.1}, {}], ids=str)
+def test_draws_on_a_gpu_ask_it_for_nothing_and_hold_what_is_planned(several: dict[str, Any], tp: int) -> None:
+    """By 256 rows of the real vocabulary on meta, which refuses to say anything; one row in 32 takes all of its row."""
+    count, facts = 256, one_period("q35tp1")
+    width = facts.vocab_size // tp
+    op = importlib.import_module("rocm_serve.ops.sampling.triton").draw_token
+    upload: Any = to_meta
+    place = {"vocab_start": 0, "vocab_local": width, "vocab_used": facts.vocab_size - 243}
+    sampler = Sampler(Alike(tp), **place, device=META, draw_token=op, upload=upload)
+    mostly = [several] * 31 + [{"top_p": 0.5}]
+    rows = [SampleRow(SamplingParams(max_tokens=4, temperature=1.0, **mostly[i % 32]), 5, 1) for i in range(count)]
+    logits_RV = torch.empty(count, width, device=META)
+    launches = importlib.import_module("rocm_serve.ops.triton_launches.triton")
+    with launches.left_out("sm_90"), torch.inference_mode(), Held([logits_RV]) as held:
+        assert sampler.draw_rows(logits_RV, rows).shape == (count, 3)
+    drawn = step_memory.drawn_bytes(facts, count)
+    planned = step_memory.head_bytes(facts, tp, wish(facts, 0, count, 128), 3 * count, drawn)
+    assert held.most + logits_RV.nbytes <= planned
+
+
+def test_scored_prompts_hold_no_more_than_is_planned() -> None:
+    """Two slices, while the second is made: the copies that each block takes are smaller than a slice."""
+    width = 4096
+    sampler = Sampler(Alike(8), vocab_start=0, vocab_local=width, vocab_used=8 * width)
+    hidden_RH, targets = torch.zeros(600, 8), list(range(600))
+    with torch.inference_mode(), Held([hidden_RH]) as held:
+        sampler.prompt_logprobs(lambda x: torch.zeros(len(x), width), hidden_RH, targets, [5] * 600)
+    facts = replace(one_period("q38tp8"), vocab_size=8 * width)
+    planned = step_memory.head_bytes(facts, 8, wish(facts, 0, 1, 128), 2 * memory.SCORED_ROWS, 0)
+    assert planned / 2 < held.most <= planned
+
+
+def test_the_plan_counts_draws_on_the_last_stage_unless_they_are_captured() -> None:
+    facts = one_period("q35tp1")
+    wished = msgspec.structs.replace(wish(facts, 64, 256, 128), pp=2)
+    drawn = 12 * 32 * facts.vocab_size * 4
+    for counted in (True, False):
+        first, last = (
+            memory.work_bytes({}, facts, Mesh(1, 2).coord(stage), wished, counted=counted)
+            - memory.work_bytes({}, facts, Mesh(1, 2).coord(stage), wished, counted=counted, captured=True)
+            for stage in (0, 1)
+        )
+        assert first == 0
+        assert last == pytest.approx(drawn * (step_memory.SLACK if counted else 1), abs=1)
+
+
 def test_nobody_knows_what_other_providers_hold() -> None:
     assert step_memory.counted([("linear", "torch"), ("layers.3.gdn_chunk", "triton"), ("moe_experts", "triton")])
+    assert step_memory.counted([("linear", "triton"), ("rms_norm", "reference"), ("add_norm_linear", "reference")])
     assert not step_memory.counted([("gdn_chunk", "triton"), ("layers.3.gdn_chunk", "reference")])
     assert not step_memory.counted([("attention_prefill", "aiter")])
+    assert not step_memory.counted([("linear", "aiter")])
     wished = wish(one_period("q35tp1"), 64, 4, 128)
     assert step_memory.counted_before_binding(wished)
     for change in ({"device": "rocm"}, {"op": {"layers.1.gdn_chunk": "reference"}}, {"device": "cpu"}):
         assert not step_memory.counted_before_binding(msgspec.structs.replace(wished, **change))
-    assert step_memory.counted_before_binding(msgspec.structs.replace(wished, op={"rms_norm": "reference"}))
+    for known in ({"rms_norm": "reference"}, {"linear": "torch"}):
+        assert step_memory.counted_before_binding(msgspec.structs.replace(wished, op=known))
+    for op in ("linear", "fp8_linear", "silu_mul", "sigmoid_mul", "quantise_rows", "draw_token"):
+        assert not step_memory.counted([(f"layers.0.{op}", "reference")])
+        assert not step_memory.counted_before_binding(msgspec.structs.replace(wished, op={op: "reference"}))
+
+
+@triton
+@pytest.mark.parametrize(
+    ("name", "op", "rows"),
+    [("dense", "linear", 8), ("dense", "linear", 2048), ("dense", "silu_mul", 2048), ("vl-fp8", "fp8_linear", 2048)],
+)
+def test_references_that_widen_hold_no_more_than_is_planned(name: str, op: str, rows: int) -> None:
+    """A dense layer of 5120 by 17408, whose weight in float32 is more than few rows take, and one period of the 35B."""
+    dims = SHAPES["q35tp1"]
+    if name == "dense":
+        dims = Dims(
+            **{"hidden": 5120, "layers": 4, "heads": 24, "kv_heads": 4, "head_dim": 256, "key_heads": 16},
+            **{"value_heads": 48, "dense_width": 17408, "vocabulary": 1024, "max_position": 4096},
+        )
+    made = parse_config(model_config(name, "none", dims, IDS), None)
+    facts = replace(made, num_layers=4, layer_types=made.layer_types[:4])
+    wished = msgspec.structs.replace(wish(facts, rows, 1, rows), op={op: "reference"})
+    ops = bind_ops(wished.op, "sm_90", activation="fp8_1x128")
+    found = held_by_layers(facts, ops, wished, (rows,), 0, 0)
+    params = stage_params(facts, SOLO, formats=ConfigFormats(facts), mtp=False)
+    without_head = {key: param for key, param in params.items() if key != "lm_head.weight"}
+    no_head = replace(facts, vocab_size=1)
+    counted = step_memory.counted((line.op, line.provider) for line in ops.report)
+    assert not counted
+    assert found <= memory.work_bytes(without_head, no_head, SOLO, wished, counted=counted)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
