@@ -7,6 +7,7 @@ is padded to run the same code.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ from rocm_serve.ops.tiles_linear import (
 )
 from rocm_serve.ops.tiles_moe import moe_experts_tile, moe_experts_tiles, moe_route_tile, moe_route_tiles
 from rocm_serve.ops.tiles_prefill import attention_prefill_tile, attention_prefill_tiles
+
+log = logging.getLogger(__name__)
 
 Tile = dict[str, int]
 Table = dict[str, dict[str, Tile]]  # kernel -> shape key -> tile
@@ -77,7 +80,17 @@ def _chosen(kernel: str, arch: str, sizes: tuple[tuple[str, int], ...]) -> Tile:
     """Return the tile of a launch: asked for at each, so it is looked for once."""
     shape = dict(sizes)
     found = tuned_table(arch).get(kernel, {}).get(shape_key(shape))
-    return found if found is not None else by_rule(kernel, shape, arch)
+    if found is not None:
+        if any(found.keys() == one.keys() for one in candidates(kernel, shape, arch)):
+            return found
+        _say_other(kernel, arch)
+    return by_rule(kernel, shape, arch)
+
+
+@cache
+def _say_other(kernel: str, arch: str) -> None:
+    """Say once for a kernel that its tiles are not those of this version."""
+    log.warning("tiles tuned for %s on %s are those of another version: a rule chooses; tune again", kernel, arch)
 
 
 def by_rule(kernel: str, shape: Shape, arch: str) -> Tile:
@@ -130,8 +143,8 @@ def user_folder(environ: Mapping[str, str]) -> Path:
 
 def forget() -> None:
     """Read the tables anew when they are next asked for."""
-    tuned_table.cache_clear()
-    _chosen.cache_clear()
+    for one in (tuned_table, _chosen, _say_other):
+        one.cache_clear()
 
 
 @contextmanager

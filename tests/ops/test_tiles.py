@@ -32,6 +32,23 @@ def test_a_tuned_tile_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> N
     assert tiles.tile("one_kernel", {"rows": 9, "k": 96}, "sm_90") == {"BM": 16}
 
 
+def test_a_tuned_tile_of_another_version_is_not_taken_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By names: too few, too many, and those of two candidates together; a candidate's own are taken."""
+    table = {
+        "one_kernel": {f"rows={n}": tile for n, tile in ((1, {}), (2, {"BM": 9, "OLD": 1}), (4, {"BM": 9, "BN": 9}))}
+    }
+    table["one_kernel"]["rows=8"] = {"BN": 9}
+    monkeypatch.setattr(tiles, "tuned_table", lambda arch: table)
+    monkeypatch.setitem(tiles.RULES, "one_kernel", lambda shape, arch: {"BM": 16})
+    monkeypatch.setitem(tiles.CANDIDATES, "one_kernel", lambda shape, arch: [{"BN": 64}])
+    with caplog.at_level("WARNING", "rocm_serve.ops.tiles"):
+        chosen = [tiles.tile("one_kernel", {"rows": rows}, "sm_90") for rows in (1, 2, 4, 8)]
+    assert chosen == [{"BM": 16}] * 3 + [{"BN": 9}]
+    assert len(caplog.records) == 1 and "one_kernel" in caplog.text
+
+
 def test_a_kernel_without_a_rule_is_an_error() -> None:
     with pytest.raises(KeyError):
         tiles.tile("no_such_kernel", {"rows": 1}, "sm_90")
@@ -46,6 +63,7 @@ def test_the_rule_is_the_first_candidate_and_none_comes_twice(monkeypatch: pytes
 
 def test_a_users_table_goes_before_the_committed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(tiles.RULES, "one_kernel", lambda shape, arch: {"BM": 8})
     file = tmp_path / "rocm_serve" / "tuned" / "gfx_none.json"
     assert tiles.user_table("gfx_none") == file
     tiles.forget()

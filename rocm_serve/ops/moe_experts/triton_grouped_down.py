@@ -42,6 +42,7 @@ def down_tile(
     one_scale: tl.constexpr = WIDTH // _BLOCK * _BLOCK == WIDTH
     depth: tl.constexpr = (K + BK - 1) // BK
     if HELD:
+        tl.static_assert(depth <= 4, "a program keeps four blocks of hidden columns at most")
         x0 = rows_tile(x_rows, 0, K, BK)
         x1 = rows_tile(x_rows, BK, K, BK) if depth > 1 else x0
         x2 = rows_tile(x_rows, 2 * BK, K, BK) if depth > 2 else x0
