@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rocm_serve.ops.batch import Sequences
+from rocm_serve.ops.bind import REFERENCE
+from rocm_serve.ops.tiles_linear import SHARED_ROWS
+from rocm_serve.tuning import floor
 from rocm_serve.tuning.floor import Cost
 from rocm_serve.tuning.operands import SLOTS, Bench
 from rocm_serve.tuning.timing import Call
@@ -42,6 +45,12 @@ def one_row_each(sequences: Sequences, rows: Sequence[int], slots: Sequence[int]
         slots_B=torch.tensor(list(slots), dtype=torch.int32, device=index.device),
         page_table_BP=sequences.page_table_BP[index],
     )
+
+
+def product_of(bench: Bench, name: str, rows: int) -> tuple[int, int]:
+    """Return the rows and columns of a bf16 weight, or of several that layers multiply some rows with at once."""
+    opener = rows <= SHARED_ROWS and bench.ops.providers["shared_down_add"].name != REFERENCE
+    return {**floor.linears_of(bench.dims), **floor.readers_of(bench.dims, opener=opener)}[name]
 
 
 def pool_of(bench: Bench) -> int:

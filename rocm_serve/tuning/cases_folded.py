@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from rocm_serve.tuning import floor
-from rocm_serve.tuning.case import Case
+from rocm_serve.tuning.case import Case, product_of
 from rocm_serve.tuning.operands import Bench, relative
 
 _NORM = {"eps": 1e-6, "plus_one": True}
@@ -15,7 +15,7 @@ _NORM = {"eps": 1e-6, "plus_one": True}
 
 def norm_in_product(bench: Bench, rows: int, name: str) -> Case:
     """A sum with the stream, its norm and a product; beside it the same by two ops. The weight is another each time."""
-    outputs, columns = floor.readers_of(bench.dims)[name]
+    outputs, columns = product_of(bench, name, rows)
     cost = floor.norm_in_product(columns, rows, outputs)
     w = [bench.rows(outputs, columns, scale=columns**-0.5) for _ in range(bench.sets(cost.nbytes))]
     x, stream, total = (bench.rows(rows, columns) for _ in range(3))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from rocm_serve.ops.fp8 import FN
 from rocm_serve.tuning import floor, floor_prefill
-from rocm_serve.tuning.case import Case
+from rocm_serve.tuning.case import Case, product_of
 from rocm_serve.tuning.operands import Bench, relative
 from rocm_serve.tuning.timing import Call
 from rocm_serve.tuning.weights import fp8_weight
@@ -17,7 +17,7 @@ from rocm_serve.tuning.weights import fp8_weight
 
 def linear(bench: Bench, rows: int, name: str) -> Case:
     """A bf16 product with few rows; the weight is another one at each call."""
-    outputs, columns = floor.linears_of(bench.dims)[name]
+    outputs, columns = product_of(bench, name, rows)
     cost = floor.linear(rows, columns, outputs)
     sets = bench.sets(cost.nbytes)
     x, w = bench.rows(rows, columns), [bench.rows(outputs, columns, scale=columns**-0.5) for _ in range(sets)]

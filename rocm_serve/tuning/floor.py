@@ -182,14 +182,21 @@ def linears_of(dims: Dims) -> dict[str, tuple[int, int]]:
 _GDN = (("in_proj_qkvz", "in_proj_ba"), ("out_proj",))  # together: of the same rows, which are read once
 _FULL = (("qkv_proj",), ("o_proj",))
 _MLP = (("gate", "shared gate_up", "shared gate"), ("shared down",))
+_ALIGNED = 16  # of which the rows of a weight are a multiple, where layers pad it
 
 
-def readers_of(dims: Dims) -> dict[str, tuple[int, int]]:
-    """Name every product of normed rows as a GPU runs it, several weights as one, padded: (its rows, columns)."""
+def readers_of(dims: Dims, *, opener: bool = False) -> dict[str, tuple[int, int]]:
+    """Name every product of normed rows as a GPU runs it, several weights as one: (its rows, columns).
+
+    `opener`: what opens the shared expert is made too; the rows of that weight are padded then.
+    """
     weights = linears_of(dims)
-    groups = {"in_proj": _GDN[0], "qkv_proj": _FULL[0], "router and shared expert": _MLP[0]}
+    mlp = _MLP[0] if opener else _MLP[0][:2]
+    groups = {"in_proj": _GDN[0], "qkv_proj": _FULL[0], "router and shared expert": mlp}
     sizes = {name: sum(weights[one][0] for one in group) for name, group in groups.items()}
-    return {name: (-(-size // 16) * 16, dims.hidden) for name, size in sizes.items()}
+    if opener:
+        sizes["router and shared expert"] += -sizes["router and shared expert"] % _ALIGNED
+    return {name: (size, dims.hidden) for name, size in sizes.items()}
 
 
 def products(dims: Dims, rows: int, groups: Sequence[Sequence[str]], op: str) -> Cost:

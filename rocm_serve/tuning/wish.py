@@ -16,6 +16,7 @@ ROWS = (16, 64, 1, 256, 8, 32, 128, 4, 2)
 PROMPT_ROWS = (2048, 8192, 512, 16384)
 MOST_DECODED = 256
 _SHORT = 128  # rows of short prompts, as many as make those of a chunk
+JOINED = ("in_proj", "router and shared expert")  # products of several weights at once, as GPUs run them
 CONTEXT = 8192  # of attention; what its tiles depend on is not the context
 
 
@@ -88,10 +89,10 @@ def _first(count: int, linears: Iterable[str]) -> Iterator[Point]:
 
 def _products(count: int, linears: Iterable[str]) -> Iterator[Point]:
     yield Point("head", {"rows": count})
-    for name in linears:
+    for name in (*JOINED, *linears):
         yield Point("linear", {"rows": count, "name": name})
     if count <= FOLDED_ROWS:
-        for name in ("in_proj", "qkv_proj", "router and shared expert"):
+        for name in (*JOINED, "qkv_proj"):
             yield Point("norm_in_product", {"rows": count, "name": name})
     if count <= SHARED_ROWS:
         yield Point("shared_down", {"rows": count})
@@ -114,6 +115,8 @@ def _first_of_prompts(count: int, linears: Iterable[str]) -> Iterator[Point]:
 
 
 def _products_of_prompts(count: int, linears: Iterable[str]) -> Iterator[Point]:
+    for name in JOINED:
+        yield Point("linear", {"rows": count, "name": name})
     for name in linears:
         yield Point("fp8_linear", {"rows": count, "name": name})
         yield Point("linear", {"rows": count, "name": name})

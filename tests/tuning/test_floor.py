@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rocm_serve.tuning import floor
@@ -44,6 +46,21 @@ def test_weights_of_one_rank_have_their_bytes() -> None:
     assert sizes["qkv_proj"] + sizes["o_proj"] == pytest.approx(109.1, abs=0.1)
     assert floor.experts(dims, 0, 1.0).nbytes / 1e6 == pytest.approx(6.29, abs=0.01)
     assert floor.head(dims, 0).nbytes / 1e6 == pytest.approx(508.6, abs=0.1)
+
+
+def test_products_of_several_weights_have_the_rows_that_layers_give_them() -> None:
+    """Rows by hand: 35B whole, one rank of eight of it, and one of the 2.4T model; the opener's row is padded to 16."""
+    whole = SHAPES["q35tp1"]
+    eighth = replace(whole, heads=2, kv_heads=1, key_heads=2, value_heads=4, expert_width=64, shared_width=64)
+    for dims, in_proj, router, opened in (
+        (whole, 12352, 1280, 1296),
+        (eighth, 1544, 384, 400),
+        (SHAPES["q38tp8"], 4640, 1024, 1040),
+    ):
+        for opener, rows in ((False, router), (True, opened)):
+            found = floor.readers_of(dims, opener=opener)
+            assert found["in_proj"] == (in_proj, dims.hidden)
+            assert found["router and shared expert"] == (rows, dims.hidden)
 
 
 def test_caches_have_their_bytes() -> None:
