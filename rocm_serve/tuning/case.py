@@ -20,7 +20,11 @@ PAGE = 16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One op at one size. `calls` go through sets of operands; `check` returns the relative L2 of sampled rows."""
+    """One op at one size. `calls` go through sets of operands; `check` returns the relative L2 of sampled rows.
+
+    `check_cut`: the same of fewer rows, of which a device counts some, with choices held elsewhere; None where an op
+    has nothing of the kind. `pure`: a call makes the same bits each time.
+    """
 
     op: str
     what: str
@@ -29,6 +33,8 @@ class Case:
     check: Callable[[], float]
     distinct: float | None = None
     peers: Mapping[str, Sequence[Call]] = field(default_factory=dict)
+    check_cut: Callable[[], float] | None = None
+    pure: bool = False
 
 
 def one_row_each(sequences: Sequences, rows: Sequence[int], slots: Sequence[int]) -> Sequences:

@@ -65,4 +65,4 @@ def _case(
     check: Callable[[], float],
 ) -> Case:
     calls, others = ([lambda one=one, f=f: f(one) for one in weights] for f in (call, apart))
-    return Case(op, what, cost, calls, check, peers={"apart": others})
+    return Case(op, what, cost, calls, check, peers={"apart": others}, pure=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cache
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rocm_serve.ops import tiles
+from rocm_serve.tuning import flow
 from rocm_serve.tuning.bench import bench_of
 from rocm_serve.tuning.cases import Case
 from rocm_serve.tuning.flow import Group, groups_of, tune_group
@@ -110,6 +111,46 @@ def test_a_tile_that_was_fast_by_chance_is_timed_again(bench: Bench) -> None:
         return _timer(case) if bm != 32 else 1.0 if shown.count(32) <= 2 else 20.0
 
     assert tune_group(bench, _group(), timer, time.monotonic() + SOON).best.tile == {"BM": 64}
+
+
+def test_a_tile_that_is_wrong_for_cut_rows_or_in_a_replay_is_not_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32, the fastest, is wrong where a device counts the rows; 64 where a graph is replayed, by a bit."""
+    whole = bench.ops.moe_experts
+
+    def bm() -> int:
+        return tiles.tile(KERNEL, SHAPE, "sm_90")["BM"]
+
+    def experts(x_TH: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, rows: object, **more: object) -> object:
+        out = whole(x_TH, ids, shares, rows, **more)
+        return out * (1.01 if bm() == 32 and isinstance(rows, torch.Tensor) else 1.0)
+
+    def replayed(calls: Sequence[Callable[[], torch.Tensor]], device: torch.device) -> list[torch.Tensor]:
+        made = [call() for call in calls]
+        if bm() == 64:
+            made[-1].view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+        return made
+
+    object.__setattr__(bench.ops, "moe_experts", experts)
+    monkeypatch.setattr(flow, "replayed", replayed)
+    one = tune_group(bench, _group(), _timer, time.monotonic() + SOON)
+    assert one.best.tile == {"BM": 16} and one.gain == pytest.approx(1.0)
+    whys = {tried.tile["BM"]: tried.why for tried in one.tried}
+    assert whys[32].startswith("wrong: relative L2") and whys[64] == "wrong: other bits in a replay of a graph"
+    assert "4 not fit, 3 of them WRONG" in words(one)
+
+
+def test_a_rule_that_is_wrong_for_cut_rows_is_named_and_the_next_best_kept(bench: Bench) -> None:
+    whole = bench.ops.moe_experts
+
+    def experts(x_TH: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, rows: object, **more: object) -> object:
+        wrong = tiles.tile(KERNEL, SHAPE, "sm_90")["BM"] == 16 and bool((ids < 0).any())
+        return whole(x_TH, ids, shares, rows, **more) * (1.01 if wrong else 1.0)
+
+    object.__setattr__(bench.ops, "moe_experts", experts)
+    one = tune_group(bench, _group(), _timer, time.monotonic() + SOON)
+    assert one.rule.us is None and one.rule.why.startswith("wrong") and one.best.tile == {"BM": 32}
 
 
 def test_a_spent_budget_ends_a_group_after_the_rule(bench: Bench) -> None:
