@@ -176,6 +176,38 @@ def test_every_way_of_few_experts_in_a_captured_graph(g: torch.Generator, tile: 
         assert error(ours.float(), expected.double()) <= BF16_LIMIT, SAID
 
 
+@pytest.mark.parametrize("tile", ways(), ids=lambda tile: " ".join(map(str, tile.values())))
+def test_a_route_that_lets_the_experts_begin_early_in_a_captured_graph(g: torch.Generator, tile: tiles.Tile) -> None:
+    """Other logits at each replay: an expert that reads ids or weights before they are there makes other bits."""
+    if not torch.version.cuda:
+        pytest.skip("no such launches on this GPU")
+    w13, s13 = block_fp8(g, 16, 512, 512, scale=512**-0.5)
+    w2, s2 = block_fp8(g, 16, 512, 256, scale=1 / 16)
+    rest = {"num_rows": 3, "w13_EIH": w13, "w13_scale": s13, "w2_EHI": w2, "w2_scale": s2, "activation": "fp8_1x128"}
+    x, logits = normal(g, 3, 512), normal(g, 3, 16)
+
+    def both(between: Callable[[], object]) -> torch.Tensor:
+        ids, weights = provider("moe_route")(logits, top_k=4, renormalise=True)
+        between()
+        made: torch.Tensor = provider("moe_experts")(x, ids, weights, **rest)
+        return made
+
+    with tiles.forced("moe_route", {"EARLY": 1}), tiles.forced("moe_experts", tile):
+        both(torch.cuda.synchronize)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = both(lambda: None)
+        drawn, replayed = [normal(g, 3, 16) for _ in range(20)], []
+        for one in drawn:
+            logits.copy_(one)
+            graph.replay()
+            replayed.append(out.clone())
+        for one, ours in zip(drawn, replayed, strict=True):
+            logits.copy_(one)
+            assert torch.equal(ours, both(torch.cuda.synchronize)), SAID
+
+
 def small(g: torch.Generator, rows: int) -> dict[str, Arguments]:
     """One call of each op, rows in bf16."""
     weight, scale = block_fp8(g, 384, 256, scale=1 / 16)

@@ -12,6 +12,7 @@ from rocm_serve.ops.fp8_linear.cases import fp8_linear_case
 from rocm_serve.ops.moe_experts.cases import experts_case
 from tests.ops.on_gpu import BF16_LIMIT, SEED, SEED_VARIABLE, arch, in_dialect, outputs
 from tests.ops.test_references import error
+from tests.ops.test_tiles_moe import SHAPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +30,12 @@ def tried(kernel: str, **shape: int) -> list[tiles.Tile]:
         bits = 16 if kernel == "fp8_linear" and here.startswith("sm_") else 8
         found += tiles.candidates(kernel, {**shape, "rows": rows, "bits": bits}, here)
     return [tile for i, tile in enumerate(found) if tile not in found[:i]]
+
+
+def of_models() -> list[tuple[int, tiles.Tile]]:
+    """List the tiles of every model's experts, each with their width."""
+    found = [(shape["i"], tile) for shape in SHAPES.values() for tile in tried("moe_experts", **shape)]
+    return [one for i, one in enumerate(found) if one not in found[:i] and not one[1]["FEW"]]
 
 
 def words(tile: tiles.Tile) -> str:
@@ -52,10 +59,10 @@ def test_products(tile: tiles.Tile) -> None:
         judge("fp8_linear", tile, fp8_linear_case(g, BF16, t=rows, k=WIDTH, n=WIDTH, activation="fp8_1x128"))
 
 
-@pytest.mark.parametrize("tile", tried("moe_experts", k=8, e=256, h=2048, i=512), ids=words)
-def test_experts(tile: tiles.Tile) -> None:
+@pytest.mark.parametrize(("width", "tile"), of_models(), ids=lambda one: words(one) if isinstance(one, dict) else one)
+def test_experts(width: int, tile: tiles.Tile) -> None:
     """All rows choose one expert, nobody two of them; others are elsewhere; rows of padding."""
     g = torch.Generator().manual_seed(SEED)
     formats = {"fp8": True, "activation": "fp8_1x128"}
-    sizes = {"t": ROWS, "live": ROWS - 14, "h": WIDTH, "i": 512, "e": 6, "e_all": 9, "k": 3, "idle": 2}
+    sizes = {"t": ROWS, "live": ROWS - 14, "h": WIDTH, "i": width, "e": 6, "e_all": 9, "k": 3, "idle": 2}
     judge("moe_experts", tile, experts_case(g, BF16, one_expert=True, **sizes, **formats))
