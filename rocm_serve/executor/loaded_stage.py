@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rocm_serve.cache.allocate import allocate_stage_cache, cache_bytes, kv_dtype_of
+from rocm_serve.config.ahead import in_effect
 from rocm_serve.config.graphs import AUTO_MOST, batch_sizes, prompt_sizes, verified_sizes
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor import graphs, memory
@@ -70,7 +71,7 @@ class LoadedStage:
 
     @property
     def plans_ahead(self) -> bool:
-        """Whether steps may be planned before the tokens of those before them are known."""
+        """Whether steps may be planned before the tokens of those before them are known: until `after_capture` says."""
         return self.resolved.plan_ahead != "off"
 
     def runner(self, *, num_pages: int, num_slots: int) -> StageRunner:
@@ -198,6 +199,17 @@ class LoadedStage:
             said += f"; with prompts of up to {prompts} rows"
         log.info("rank %d: device graphs of decode steps up to %d requests: %s", rank, most, said)
         return WorkerReady(rank, most, said)
+
+    def after_capture(self, runner: StageRunner, ready: WorkerReady) -> StageRunner:
+        """Return `runner` as it serves: ahead where steps are, now that captures are known. Every rank calls it.
+
+        `graphs` asks for those of all ranks, as the core does; it is for one stage, whose ranks `comm` joins.
+        """
+        least = ready.graph_max_batch
+        if self.resolved.plan_ahead == "graphs":
+            assert self.resolved.pp == 1
+            least = int(self.comm.all_gather(torch.tensor([least], device=self.device)).min())
+        return replace(runner, ahead=runner.ahead and in_effect(self.resolved.plan_ahead, least))
 
     def _free_bytes(self) -> int:
         free, _ = (0, 0) if self.device.type == "cpu" else free_device_bytes(self.device.index)

@@ -58,7 +58,9 @@ class LocalExecutor:
         for plan in start_up_plans(resolved, limits.num_pages, limits.num_slots):
             self._heartbeat.enter(Phase.WARMING_UP)
             self._run(plan, "warming up")
-        limits = with_graphs(limits, [stage.capture(self._runner, self._heartbeat.tick)], resolved.plan_ahead)
+        ready = stage.capture(self._runner, self._heartbeat.tick)
+        self._runner = stage.after_capture(self._runner, ready)
+        limits = with_graphs(limits, [ready], resolved.plan_ahead)
         self.depth = 1 + limits.plan_ahead
         if self._counter is not None:
             self._counter.reset()

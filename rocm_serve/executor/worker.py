@@ -106,8 +106,8 @@ class StageLoop:
             left = self._begin(plan, None if arrival is None else arrival.wait())
             if left is not None:
                 left.result()
-        if self.newest is not None:
-            self.newest.bring_all()
+            if self.newest is not None:
+                self.newest.bring_all()
         self.heartbeat.enter(Phase.WARMING_UP)
         ready = capture()
         if self.counter is not None:
@@ -118,8 +118,9 @@ class StageLoop:
         """Run plans until Shutdown. Returns with nothing on its way; raises ToldToFail when something has failed.
 
         Every plan that has come is given its receive before the oldest one runs, so that the previous stage never
-        waits for this one to look. One that reads tokens of a plan is given it when that has been launched: a device
-        that ran transfers and steps in one queue would never come to it. With a step on the device the loop turns until
+        waits for this one to look. One that reads tokens is given it when all plans before it have been launched, and
+        the first stage asks for tokens when a step reads them: a device that runs transfers and steps in one queue
+        would never come to what stands behind (docs/decisions/0017). With a step on the device the loop turns until
         that is over or a plan comes.
         """
         coming: deque[Plan] = deque()
@@ -137,7 +138,7 @@ class StageLoop:
                 next_seq += 1
                 coming.append(message)
                 idle = False
-            while coming and not (waiting and waiting[0][0].seq <= coming[0].reads):
+            while coming and (coming[0].reads < 0 or not waiting):
                 plan = coming.popleft()
                 waiting.append((plan, self._post(plan)))
             while self.receiver is not None and self.launched and self.launched[0].left.ready:
@@ -242,13 +243,15 @@ class Worker:
         runner = stage.runner(num_pages=message.num_pages, num_slots=message.num_slots)
         counter = counter_of(resolved, coord, stage.facts, stage.model)
         edges = self._edges(groups, stage)
-        # The last of several stages knows all tokens of a plan that comes: it need not read the result before first.
-        ahead = resolved.plan_ahead != "off" or (coord.last_stage and not coord.first_stage)
-        self._loop = StageLoop(runner, *edges, self.link, heartbeat=self.heartbeat, counter=counter, ahead=ahead)
+        self._loop = StageLoop(runner, *edges, self.link, heartbeat=self.heartbeat, counter=counter)
         self._loop.newest, self._loop.to_first = self._token_ends(groups, runner)
         self._enter(Phase.WARMING_UP)
         plans = start_up_plans(resolved, message.num_pages, message.num_slots)
-        self.link.send(self._loop.warm_up(plans, lambda: stage.capture(runner, self.heartbeat.tick)))
+        ready = self._loop.warm_up(plans, lambda: stage.capture(runner, self.heartbeat.tick))
+        self._loop.runner = stage.after_capture(runner, ready)
+        # The last of several stages knows all tokens of a plan that comes: it need not read the result before first.
+        self._loop.ahead = self._loop.runner.ahead or (coord.last_stage and not coord.first_stage)
+        self.link.send(ready)
         self._enter(Phase.IDLE)
         with tracing(resolved.trace, f"rank-{coord.rank}") as self._loop.trace:
             self._loop.serve()

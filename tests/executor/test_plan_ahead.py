@@ -13,9 +13,14 @@ import torch
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.launched import Fetch, Fetched, Launched
 from rocm_serve.executor.loaded_stage import LoadedStage
+from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.local import LocalExecutor
+from rocm_serve.executor.memory import effective_limits
+from rocm_serve.executor.memory import with_graphs as limits_with_graphs
 from rocm_serve.executor.runner import StageRunner
-from rocm_serve.messages import Plan
+from rocm_serve.messages import Plan, WorkerLoaded, WorkerReady
+from rocm_serve.parallel.comm import ThreadComm, run_ranks
+from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.types import FinishReason, SamplingParams
 from tests.executor.generate import Answer, Requests, Session, session
 from tests.executor.recorded import Recorded, with_graphs
@@ -234,8 +239,32 @@ def test_prompt_steps_that_draw_nothing_are_not_over_before_they_have_run(
     assert fetch.marks == [behind, behind]
 
 
-def test_without_graphs_it_is_off_unless_wished(checkpoint: Path) -> None:
+def test_without_graphs_it_is_off_unless_wished(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt steps that draw nothing then wait for the one before, as where it is off."""
+    marks: list[int] = []
+    monkeypatch.setattr(Fetch, "mark", lambda self, behind: marks.append(behind))
     with session(LocalExecutor(wish(checkpoint, plan_ahead="graphs"))) as running:
         assert not running.limits.plan_ahead and running.executor.depth == 1
-        running.generate({"a": ((1, 2), SamplingParams(max_tokens=3, temperature=0.0))})
-        assert running.deepest == 1
+        marks.clear()
+        running.generate({"a": (tuple(range(150)), SamplingParams(max_tokens=3, temperature=0.0))})
+        assert running.deepest == 1 and marks == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("how", "captured", "ahead"),
+    [("graphs", (8, 16), True), ("graphs", (8, 0), False), ("on", (8, 0), True), ("off", (8, 8), False)],
+)
+def test_ranks_agree_on_what_their_captures_come_to(
+    checkpoint: Path, how: str, captured: tuple[int, int], ahead: bool
+) -> None:
+    def rank(comm: ThreadComm) -> bool:
+        stage = load_stage_model(wish(checkpoint, tp=2, plan_ahead=how), Mesh(2, 1).coord(comm.rank), comm)
+        runner = stage.runner(num_pages=4, num_slots=1)
+        return stage.after_capture(runner, WorkerReady(comm.rank, captured[comm.rank])).ahead
+
+    assert run_ranks(2, rank) == [ahead, ahead]
+    limits = effective_limits(
+        wish(checkpoint, tp=2, plan_ahead=how), [WorkerLoaded(n, 0, 1 << 30, 1, 1) for n in (0, 1)]
+    )
+    found = limits_with_graphs(limits, [WorkerReady(n, most) for n, most in enumerate(captured)], how)
+    assert found.plan_ahead == ahead, "the core says the same"

@@ -79,15 +79,15 @@ def test_every_plan_that_came_has_its_receive_posted_before_the_oldest_runs() ->
 
 
 def test_a_plan_that_reads_tokens_has_its_receive_posted_when_they_are_on_their_way() -> None:
-    """Nothing behind it is posted before it: rows come in the order of the posts."""
-    plans = (plan(0, 5), plan(1, 7), plan(2, 3, reads=1), plan(3, 2))
+    """Behind all plans before it, and nothing behind it before it: rows come in the order of the posts."""
+    plans = (plan(0, 5), plan(1, 7), plan(2, 3, reads=0), plan(3, 2))
     script = Scripted([*plans, None, None, None, None, Shutdown()], rank=1)
     script.loop().serve()
     first = ["post 5", "post 7", "arrived", "step 0", "arrived", "step 1", "post 3", "post 2"]
     assert script.events == [*first, "arrived", "step 2", "arrived", "step 3"]
 
 
-def test_a_first_stage_asks_for_tokens_when_its_rows_have_left_and_takes_them_before_a_step_that_reads_them() -> None:
+def test_a_first_stage_expects_tokens_when_its_rows_have_left_and_takes_them_before_a_step_that_reads_them() -> None:
     class Script(Scripted):
         """And the tokens' way."""
 
