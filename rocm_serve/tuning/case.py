@@ -22,8 +22,8 @@ PAGE = 16
 class Case:
     """One op at one size. `calls` go through sets of operands; `check` returns the relative L2 of sampled rows.
 
-    `check_cut`: the same of fewer rows, of which a device counts some, with choices held elsewhere; None where an op
-    has nothing of the kind. `pure`: a call makes the same bits each time.
+    `check_cut`: the same of three quarters of the rows; where an op takes that, a device counts them and choices are
+    held elsewhere. None for a case that has no such check. `pure`: a call makes the same bits each time.
     """
 
     op: str

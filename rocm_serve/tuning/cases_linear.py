@@ -26,6 +26,10 @@ def linear(bench: Bench, rows: int, name: str) -> Case:
     def check() -> float:
         return relative(bench.ops.linear(x, prepared[0]), bench.ops.table["linear"].reference(x, w[0]))
 
+    def check_cut() -> float:
+        some = x[: rows - rows // 4]
+        return relative(bench.ops.linear(some, prepared[0]), bench.ops.table["linear"].reference(some, w[0]))
+
     peers: dict[str, Sequence[Call]] = {}
     for provider in bench.ops.table["linear"].providers.values():
         other = provider.name not in (bench.ops.providers["linear"].name, "reference", "aiter")
@@ -33,7 +37,8 @@ def linear(bench: Bench, rows: int, name: str) -> Case:
             product = provider.load()
             peers[f"by {provider.name}"] = [lambda one=one, f=product: f(x, one) for one in w]
     calls = [lambda one=one: bench.ops.linear(x, one) for one in prepared]
-    return Case("linear", f"{name} [{outputs}, {columns}] T {rows}", cost, calls, check, peers=peers)
+    what = f"{name} [{outputs}, {columns}] T {rows}"
+    return Case("linear", what, cost, calls, check, peers=peers, check_cut=check_cut)
 
 
 def fp8_linear(bench: Bench, rows: int, name: str) -> Case:

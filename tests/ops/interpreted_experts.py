@@ -258,16 +258,16 @@ def moe_experts_in_order_fp8_rows(g: torch.Generator) -> list[float]:
 
 def moe_experts_sent_rows(g: torch.Generator) -> str | list[float]:
     """The bits of the rows that are quantised in place; dead rows hold what was there before."""
-    made = case(g, 4, 256, 128, 3, 2, block=True) | {"x_TH": exact_rows(g, 4, 256), "activation": "fp8_1x128"}
-    made["ids_Tk"][2, 1] = -1
+    made = case(g, 3, 256, 128, 3, 2, block=True) | {"x_TH": exact_rows(g, 3, 256), "activation": "fp8_1x128"}
+    made["ids_Tk"][1, 1] = -1
     rows, scales = fp8.quantise_rows(made["x_TH"], torch.float8_e4m3fn)
-    rows[3:], scales[3:] = float("nan"), float("nan")
+    rows[2:], scales[2:] = float("nan"), float("nan")
     sent = made | {"x_TH": rows, "x_scale": wide(scales), "out_dtype": F32}
     for live, tile in (
-        (3, alone(up=64, deep=128, down=64)),
-        (3, by_blocks(up=128, down=128, columns=2)),
-        (3, many(short=1)),
-        (torch.tensor([3], dtype=torch.int32), few(direct=0, fused=1, splits=1)),
+        (2, alone(up=64, deep=128, down=64)),
+        (2, by_blocks(up=128, down=128, columns=2)),
+        (2, many(short=1)),
+        (torch.tensor([2], dtype=torch.int32), few(direct=0, fused=1, splits=1)),
     ):
         with poisoned():
             ours, plain = (provider(tile)(**one | {"num_rows": live}) for one in (sent, made))
