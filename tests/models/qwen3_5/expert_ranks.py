@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ class Fp8Experts:
     """Fused experts in FP8, those of the draft head if `draft`."""
 
     draft: bool
+    tied: ClassVar[bool] = False
 
     def fused(self, stem: str) -> bool:
         return True

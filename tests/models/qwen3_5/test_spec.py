@@ -296,6 +296,8 @@ def test_a_degree_that_cuts_a_head_names_the_legal_ones(checkpoints: dict[str, P
 
 def test_parts_of_a_fused_projection_in_two_precisions_are_refused(checkpoints: dict[str, Path]) -> None:
     class Mixed:
+        tied = False
+
         def fused(self, stem: str) -> bool:
             return False
 
