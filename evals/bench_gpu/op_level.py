@@ -15,7 +15,6 @@ from rocm_serve.tuning.floor import Ceilings
 from rocm_serve.tuning.operands import Bench
 from rocm_serve.tuning.timing import Timing, time_calls
 
-ERROR_LIMIT = 5e-3  # relative L2, bf16; an op with a looser bound of its own has that
 NOT_FINITE = 1e9  # stands for an error that JSON has no number for
 MANY_ROWS = (4096, 8192, 16384)
 _LINEARS = ("in_proj_qkvz", "out_proj", "qkv_proj", "o_proj", "gate", "shared gate_up", "shared down")
@@ -96,16 +95,15 @@ def measure(bench: Bench, shape: str, make: Make, ceilings: Ceilings) -> OpRecor
             peers[name] = _timed(calls, bench.device).median
         except Exception as error_:  # another library's kernel need not have this size
             failed[name] = f"{type(error_).__name__}: {error_}".splitlines()[0][:200]
-    limit = max(ERROR_LIMIT, bench.ops.table[_OP_OF.get(case.op, case.op)].tol["bfloat16"].rel)
     again = time_calls(case.calls, bench.device) if peers else ours
     best = min(ours, again, key=lambda one: one.median)
     least = case.cost.seconds(ceilings) * 1e6
-    provider = bench.ops.providers[_OP_OF.get(case.op, case.op)].name
+    op = _OP_OF.get(case.op, case.op)
     return OpRecord(
         shape=shape,
         op=case.op,
         what=case.what,
-        provider=provider,
+        provider=bench.ops.providers[op].name,
         us=best.median,
         low=best.low,
         high=best.high,
@@ -116,7 +114,7 @@ def measure(bench: Bench, shape: str, make: Make, ceilings: Ceilings) -> OpRecor
         floor_us=least,
         ratio=least / best.median,
         error=error if isfinite(error) else NOT_FINITE,
-        right=error <= limit,
+        right=error <= bench.limit(op),
         distinct=case.distinct,
         peers=peers,
         peers_failed=failed,

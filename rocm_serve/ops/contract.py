@@ -62,6 +62,8 @@ class Provider:
     `layout`. It may set attributes of its own on them: they stay on the tensors that the op is called with.
     `semantics` is plain torch for what the provider means to compute where that is not what the reference computes, and
     judges it in the reference's place: two ways of quantising rows differ by more than any kernel's error.
+    `bound` returns a bound of its own, with the reason, for an architecture and these facts (`activation`,
+    `expert_fp8`), or None: it is held to that of all providers.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Provider:
     prepare_weights: PrepareWeights | None = None
     layout: str = PLAIN
     semantics: OpFunction | None = None
+    bound: Callable[[str, Facts], Tol | None] = lambda arch, facts: None
     packages: tuple[str, ...] = ()  # distributions whose code it runs: their versions are part of a probe's cache key
 
     def __post_init__(self) -> None:

@@ -27,7 +27,6 @@ from rocm_serve.tuning.wish import Point
 log = logging.getLogger(__name__)
 
 LEAST_GAIN = 1.02
-ERROR_LIMIT = 5e-3  # relative L2, bf16; an op with a looser bound of its own has that
 _AGAIN = 3  # of the fastest, timed once more beside the rule's
 
 
@@ -73,8 +72,7 @@ def tune_group(bench: Bench, group: Group, timer: Timer, deadline: float, patien
     """
     kernel, key = group.key
     made = [make(bench, point) for point in group.points]
-    op = bench.ops.table[op_of(group.points[0])]
-    tolerance = op.tol["bfloat16"].rel if "bfloat16" in op.tol else 0.0
+    limit = bench.limit(op_of(group.points[0]))
     tried: list[Tried] = []
     for tile, future in zip(group.tiles, group.compiled or [None] * len(group.tiles), strict=True):
         if tried and time.monotonic() > deadline:
@@ -85,12 +83,12 @@ def tune_group(bench: Bench, group: Group, timer: Timer, deadline: float, patien
             if not tried:
                 raise
             break
-        tried.append(Tried(tile, why=f"not compiled: {why}") if why else _try(kernel, tile, made, timer, tolerance))
+        tried.append(Tried(tile, why=f"not compiled: {why}") if why else _try(kernel, tile, made, timer, limit))
     fine = sorted((one for one in tried if one.us is not None), key=lambda one: one.score)
     finals = {place: tried[place] for place in (0, *(tried.index(one) for one in fine[:_AGAIN]))}
     for place, one in finals.items():
         if one.us is not None:
-            finals[place] = _try(kernel, one.tile, made, timer, tolerance, bench.device)
+            finals[place] = _try(kernel, one.tile, made, timer, limit, bench.device)
             if finals[place].us is None:
                 tried[place] = finals[place]
     rule = tried[0] if tried[0].us is None else min(tried[0], finals[0], key=lambda one: one.score)
@@ -127,7 +125,7 @@ def _try(
     tile: Tile,
     made: Sequence[Case],
     timer: Timer,
-    tolerance: float,
+    limit: float,
     thorough: torch.device | None = None,
 ) -> Tried:
     """Judge one tile in every call, then time it. Whatever a tile does wrong is its result.
@@ -143,7 +141,7 @@ def _try(
                 error = max(error, case.check())
                 if thorough is not None and case.check_cut is not None:
                     error = max(error, case.check_cut())
-            if not error <= max(ERROR_LIMIT, tolerance):
+            if not error <= limit:
                 return Tried(tile, error=error, why=f"wrong: relative L2 {error:.1e}")
             us = tuple(timer(case) for case in made)
             if thorough is not None and not all(_same_replayed(case, thorough) for case in made if case.pure):

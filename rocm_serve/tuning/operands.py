@@ -14,6 +14,7 @@ from rocm_serve.checkpoint.synthetic_configs import Dims
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import BoundOps
 from rocm_serve.ops.fp8 import FN
+from rocm_serve.ops.probe import bound_of
 from rocm_serve.platform.probe import gpus_seen_by_torch
 from rocm_serve.tuning import weights
 
@@ -50,6 +51,11 @@ class Bench:
     def arch(self) -> str:
         """Name the card that is here."""
         return gpus_seen_by_torch().arch or "cpu"
+
+    def limit(self, op: str) -> float:
+        """Return the relative L2 to the reference, rows in bf16, that a call may have: the op's own if looser."""
+        facts = {"activation": self.ops.fp8_activation, "expert_fp8": self.fp8 is not None}
+        return max(bound_of(self.ops.providers[op], self.arch, facts), self.ops.table[op].tol["bfloat16"].rel)
 
     @property
     def small(self) -> bool:

@@ -22,6 +22,8 @@ from rocm_serve.ops import fp8
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import OPS
 from rocm_serve.ops.contract import Arguments, Facts, Op
+from rocm_serve.ops.probe import bound_of
+from rocm_serve.ops.tiles_moe import MOST_FEW_ROWS
 from rocm_serve.platform.probe import gpus_seen_by_torch
 from tests.ops.poison import poison_, poisoned
 
@@ -75,10 +77,21 @@ def facts(name: str, case: str, dtype: torch.dtype) -> Facts:
     return told | {fact: arguments(name, case, dtype)[argument].shape[-1]}  # type: ignore[attr-defined]
 
 
-def limit(op: Op, dtype: torch.dtype) -> float:
+def limit(op: Op, provider: str, made: Arguments, dtype: torch.dtype) -> float:
     """Bfloat16: the project's bound. float32: both sides lie within the op's tolerance of the exact result."""
     tol = op.tol[str(dtype).removeprefix("torch.")].rel
-    return 2 * tol if dtype == torch.float32 else min(BF16_LIMIT, 2 * tol)
+    usual = 2 * tol if dtype == torch.float32 else min(BF16_LIMIT, 2 * tol)
+    bound = bound_for(op, provider, made)
+    return bound if bound > BF16_LIMIT else usual
+
+
+def bound_for(op: Op, provider: str, made: Arguments) -> float:
+    """Return the provider's bound on this GPU; the experts' own not for few rows, which meet gate and up as float16."""
+    x = made.get("x_TH")
+    if isinstance(x, torch.Tensor) and len(x) <= MOST_FEW_ROWS:
+        return BF16_LIMIT
+    told = {"activation": made.get("activation"), "expert_fp8": made.get("w13_scale") is not None}
+    return bound_of(op.providers[provider], arch(), told)
 
 
 def moved(x: Any) -> Any:

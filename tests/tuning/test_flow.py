@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -92,6 +93,24 @@ def test_the_fastest_right_tile_wins_over_the_rule(bench: Bench) -> None:
     assert whys[99] == "ValueError: out of resource: shared memory"
     assert "6 of 6 tried, 2 not fit, 1 of them WRONG" in words(one)
     assert "1.43x" in words(one)
+
+
+@pytest.mark.parametrize(
+    ("arch", "provider", "activation", "limit"),
+    [
+        ("sm_90", "triton", "fp8_1x128", 1.5e-2),
+        ("sm_90", "triton", "bf16", 5e-3),
+        ("sm_90", "reference", "fp8_1x128", 5e-3),
+        ("gfx942", "triton", "fp8_1x128", 5e-3),
+    ],
+)
+def test_a_tile_is_held_to_the_bound_of_its_provider(arch: str, provider: str, activation: str, limit: float) -> None:
+    bench = bench_of(_wish(), torch.device("cpu"))
+    bench.__dict__["arch"] = arch
+    chosen = bench.ops.table["moe_experts"].providers[provider]
+    bench.ops = replace(bench.ops, providers={**bench.ops.providers, "moe_experts": chosen}, fp8_activation=activation)
+    assert bench.limit("moe_experts") == limit
+    assert bench.limit("gdn_step") == 8e-3, "that of the op, which is looser"
 
 
 def test_where_the_rule_is_best_it_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
