@@ -9,22 +9,17 @@ import torch
 
 from rocm_serve.ops.bind import OPS
 from rocm_serve.ops.contract import OpFunction
-from rocm_serve.ops.fp8 import FN, dequantise, quantise_rows
 from rocm_serve.ops.inputs import normal
 from rocm_serve.ops.moe_experts.cases import experts_case
 from rocm_serve.ops.moe_experts.reference import experts, moe_experts
 from rocm_serve.ops.probe import BOUND, Refused, bound_of, probe
 from tests.ops.probing.facts import tiny_facts
-from tests.ops.short_sums import short_sums
+from tests.ops.short_sums import hidden_rows_unquantised, short_sums
 from tests.ops.test_references import error
 
 TRITON = OPS["moe_experts"].providers["triton"]
 OWN = bound_of(TRITON, "sm_90", {"activation": "fp8_1x128", "expert_fp8": True})
 BITS = (12, 13)
-
-
-def unquantised(x_TK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x_TK @ dequantise(w_NK, scale).T
 
 
 def simulated(bits: int) -> OpFunction:
@@ -44,10 +39,9 @@ def results(request: pytest.FixtureRequest) -> dict[object, torch.Tensor]:
     made = experts_case(g, torch.bfloat16, t=24, h=256, i=256, e=3, k=2, fp8=True)
     made |= {"out_dtype": torch.float32}
     del made["activation"]
-    q, s = quantise_rows(made["x_TH"], FN)  # type: ignore[arg-type]
     found: dict[object, torch.Tensor] = {
         "reference": moe_experts(**made, activation="fp8_1x128"),  # type: ignore[arg-type]
-        "hidden": experts(**made | {"x_TH": q, "x_scale": s}, multiply=unquantised),  # type: ignore[arg-type]
+        "hidden": hidden_rows_unquantised(made),
         "W8A16": moe_experts(**made, activation="bf16"),  # type: ignore[arg-type]
     }
     found |= {bits: simulated(bits)(**made, activation="fp8_1x128") for bits in BITS}
