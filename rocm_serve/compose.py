@@ -37,7 +37,7 @@ from rocm_serve.models.qwen3_5.spec import parse_config
 from rocm_serve.outputs import check_folder
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform import probe
-from rocm_serve.report import curl_line, limit_lines, ready_line, start_up_lines
+from rocm_serve.report import curl_line, fallback_line, limit_lines, ready_line, start_up_lines
 from rocm_serve.run_directory import run_directory
 from rocm_serve.server.info import ServerInfo
 from rocm_serve.server.parsers import check_tags_are_seen
@@ -274,11 +274,14 @@ def serve_with_workers(resolved: Resolved, tokenizer: Tokenizer, sock: socket.so
 
 
 def say_ready(resolved: Resolved, url: str, limits: EffectiveLimits) -> None:
-    """Print the one line that says it is ready, and a command that works."""
+    """Print the one line that says it is ready, one of what makes it slow if anything does, a command that works."""
     for line in limit_lines(limits):
         log.info("%s", line)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(ready_line(resolved, limits, url))
+    slow = fallback_line(limits)
+    if slow is not None:
+        console.print(slow)
     console.print(curl_line(resolved, url))
 
 

@@ -46,7 +46,7 @@ def start_up_lines(resolved: Resolved, platform: Platform, *, everything: bool =
 def limit_lines(limits: EffectiveLimits) -> Iterator[str]:
     """List what the running server can do, and what set each limit."""
     for field in limits.__struct_fields__:
-        if field == "reasons":
+        if field in ("reasons", "by_reference"):
             continue
         reason = limits.reasons.get(field)
         yield f"effective {field} = {getattr(limits, field)}" + (f"  ({reason})" if reason else "")
@@ -60,6 +60,17 @@ def ready_line(resolved: Resolved, limits: EffectiveLimits, url: str) -> str:
         f" {resolved.dtype} (kv {resolved.kv_cache_dtype});"
         f" limits: {limits.max_model_len} tokens a request, {limits.max_running_requests} running,"
         f" {limits.num_pages * limits.page_size} tokens cached, {resolved.max_queued_requests} queued"
+    )
+
+
+def fallback_line(limits: EffectiveLimits) -> str | None:
+    """Name the ops that run as references because probes refused their kernels, and the cost; None: there are none."""
+    if not limits.by_reference:
+        return None
+    graphs = "" if limits.graph_max_batch else f"; no device graphs: {limits.reasons['graph_max_batch']}"
+    return (
+        f"warning: slow: {', '.join(limits.by_reference)} by reference in torch, as a probe refused the kernel"
+        f" (the log of the start says why){graphs}"
     )
 
 

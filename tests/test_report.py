@@ -8,10 +8,11 @@ import shlex
 import msgspec
 import pytest
 
+from rocm_serve.compose import say_ready
 from rocm_serve.config.schema import Resolved
 from rocm_serve.messages import EffectiveLimits
 from rocm_serve.platform.facts import Platform
-from rocm_serve.report import curl_line, limit_lines, ready_line, start_up_lines
+from rocm_serve.report import curl_line, fallback_line, limit_lines, ready_line, start_up_lines
 from tests.executor.wishes import resolved as wished
 
 LIMITS = EffectiveLimits(
@@ -75,7 +76,7 @@ def test_every_resolved_value_can_be_had_once() -> None:
 
 def test_every_effective_limit_is_said_with_its_reason() -> None:
     lines = list(limit_lines(LIMITS))
-    assert len(lines) == len(EffectiveLimits.__struct_fields__) - 1
+    assert len(lines) == len(EffectiveLimits.__struct_fields__) - 2
     assert "effective num_slots = 7  (memory of rank 3)" in lines
 
 
@@ -93,6 +94,23 @@ def test_the_ready_line_names_address_model_topology_and_limits() -> None:
     ):
         assert fact in line
     assert "\n" not in line and "ep " not in line
+
+
+def test_what_makes_it_slow_is_said_beside_the_ready_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fallback_line(LIMITS) is None
+    why = {"graph_max_batch": "moe_experts by reference reads the batch on the host"}
+    slow = msgspec.structs.replace(LIMITS, by_reference=("rms_norm", "moe_experts"), reasons=why)
+    say_ready(resolved(), "http://127.0.0.1:99", slow)
+    ready, said, curl = capsys.readouterr().out.splitlines()
+    assert ready.startswith("ready: ") and curl.startswith("curl ")
+    assert said.startswith(
+        "warning: slow: rms_norm, moe_experts by reference in torch, as a probe refused the kernel ("
+    )
+    assert said.endswith("; no device graphs: moe_experts by reference reads the batch on the host")
+    captured = fallback_line(msgspec.structs.replace(slow, graph_max_batch=8))
+    assert captured is not None and "device graphs" not in captured
+    say_ready(resolved(), "http://127.0.0.1:99", LIMITS)
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_the_ready_line_and_the_start_say_where_experts_are_and_how_rows_come_to_them() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,6 +13,7 @@ from rocm_serve.cache.layout import stage_layout
 from rocm_serve.config.experts import EXCHANGES
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
+from rocm_serve.executor.graphs import lost_by_reference
 from rocm_serve.executor.probe_node import CALL_S, NodeProber, Task
 from rocm_serve.models.qwen3_5.spec import ModelFacts
 from rocm_serve.ops.bind import REFERENCE, Binding, choose
@@ -214,6 +215,16 @@ def _give_up(board: Board, number: int, why: str, moved: Callable[[], None]) -> 
 
 def _hear(board: Board, number: int, rank: int, moved: Callable[[], None]) -> _Answer:
     return msgspec.json.decode(read(board, f"answer {number} {rank}", moved, ROUND_S), type=_Answer)
+
+
+def fallback_warnings(report: Iterable[Binding]) -> Iterator[str]:
+    """Say of every op whose kernel a probe refused, so that its reference runs, what that costs and why it is."""
+    for line in report:
+        if line.fell_back:
+            lost = lost_by_reference(line.op)
+            cost = f"slow, and {lost}" if lost else "slow"
+            why = "; ".join(f"{name} {why}" for name, why in line.refused)
+            yield f"op {line.op} runs as its reference in torch ({cost}): {why}"
 
 
 def check_same(report: tuple[Binding, ...], activation: str, board: Board, moved: Callable[[], None]) -> None:

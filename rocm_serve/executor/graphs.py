@@ -99,6 +99,13 @@ def refusal(report: Sequence[Binding], comm: Comm, exchanges: Iterable[ExpertExc
     return next((why for why in reasons if why is not None), None)
 
 
+def lost_by_reference(op: str) -> str | None:
+    """Say which steps are not captured where this op runs as its reference; None: any may be."""
+    if _walks(op):
+        return "no step is captured as a device graph"
+    return "no step with rows of a prompt is captured as a device graph" if op in _WITH_PROMPTS else None
+
+
 def prompt_refusal(providers: Mapping[str, Provider]) -> str | None:
     """Say why steps with rows of a prompt cannot be captured; None: they can, where steps can be captured at all."""
     others = [op for op in _WITH_PROMPTS if providers[op].name != "triton"]

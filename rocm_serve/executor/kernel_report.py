@@ -200,6 +200,8 @@ def _op(line: Binding, facts: OpFacts | None, verdicts: dict[tuple[str, str], Ve
     called = facts is None or bool(shapes)
     if not called:
         probe = "needs none: this model does not call it"
+    elif line.fell_back:
+        probe = "needs none; slow: a probe refused the kernel that would be bound"
     elif line.provider == REFERENCE:
         probe = "needs none: it is what others are judged by"
     elif verdict is not None:

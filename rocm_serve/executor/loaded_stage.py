@@ -179,10 +179,13 @@ class LoadedStage:
         Errors: UserError where the device refuses.
         """
         rank, asked = self.coord.rank, self.resolved.graph_max_batch
+        by_reference = tuple(line.op for line in self.ops.report if line.fell_back)
         if runner.decode is None or not asked:
+            if runner.prompts is not None:
+                runner.prompts.capture(lambda rows: moved())  # runs them: nothing else compiles their kernels
             wished = self.resolved.reasons.get("graph_max_batch", "--graph-max-batch 0")
             why = self.graph_refusal or ("this program runs steps one by one" if asked else wished)
-            return WorkerReady(rank, 0, why)
+            return WorkerReady(rank, 0, why, by_reference)
         started, before = time.monotonic(), self._free_bytes()
 
         def progress(size: int) -> None:
@@ -198,7 +201,7 @@ class LoadedStage:
         if prompts:
             said += f"; with prompts of up to {prompts} rows"
         log.info("rank %d: device graphs of decode steps up to %d requests: %s", rank, most, said)
-        return WorkerReady(rank, most, said)
+        return WorkerReady(rank, most, said, by_reference)
 
     def after_capture(self, runner: StageRunner, ready: WorkerReady) -> StageRunner:
         """Return `runner` as it serves: ahead where steps are, now that captures are known. Every rank calls it.

@@ -15,7 +15,7 @@ from rocm_serve.config.experts import expert_plan
 from rocm_serve.config.load import environment
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor import memory, step_memory
-from rocm_serve.executor.binding import Wishes, check_same, op_facts, settle
+from rocm_serve.executor.binding import Wishes, check_same, fallback_warnings, op_facts, settle
 from rocm_serve.executor.device import MODEL_DTYPES, arch_of, device_of, dialect_of
 from rocm_serve.executor.experts import build_exchanges
 from rocm_serve.executor.loaded_stage import LoadedStage
@@ -154,6 +154,8 @@ def _bind(
     if coord.rank == 0:
         for line in binding_lines(bound.report):
             log.info("%s", line)
+        for line in fallback_warnings(bound.report):
+            log.warning("%s", line)
     return bound
 
 

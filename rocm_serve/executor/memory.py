@@ -403,13 +403,19 @@ def effective_limits(resolved: Resolved, budgets: Sequence[WorkerLoaded]) -> Eff
 def with_graphs(
     limits: EffectiveLimits, ready: Sequence[WorkerReady], plan_ahead: PlanAheadName = "off"
 ) -> EffectiveLimits:
-    """Add what the ranks have captured: the least of all, with the words of the rank that has it; and what follows."""
+    """Add what the ranks have captured: the least of all, with the words of the rank that has it; and what follows.
+
+    Also the ops that run as their reference on any of them because a probe refused their kernel.
+    """
     least = min(ready, key=lambda one: one.graph_max_batch)
     reasons = limits.reasons | {"graph_max_batch": least.graphs}
     ahead = in_effect(plan_ahead, least.graph_max_batch)
     if plan_ahead == "graphs" and not ahead:
         reasons["plan_ahead"] = "auto: no decode step is captured"
-    return msgspec.structs.replace(limits, graph_max_batch=least.graph_max_batch, plan_ahead=ahead, reasons=reasons)
+    by_reference = tuple(dict.fromkeys(op for one in ready for op in one.by_reference))
+    return msgspec.structs.replace(
+        limits, graph_max_batch=least.graph_max_batch, plan_ahead=ahead, reasons=reasons, by_reference=by_reference
+    )
 
 
 def _least(limits: Iterable[tuple[int, str]]) -> tuple[int, str]:

@@ -80,6 +80,7 @@ class Binding:
     provider: str
     refused: tuple[tuple[str, str], ...]  # (provider, why), in the order they were tried
     tuning: str = ""  # of its kernels at these shapes: tuned or by rule
+    fell_back: bool = False  # the reference runs, since a probe refused what would have been bound
 
 
 def binding_lines(report: Sequence[Binding]) -> Iterator[str]:
@@ -258,7 +259,9 @@ def _first(op: Op, order: tuple[str, ...], arch: str, facts: Facts, refused: Ref
     for name in dict.fromkeys(order):
         why = _refusal(op, name, arch, facts, refused)
         if why is None:
-            return Binding(op.name, name, tuple(tried))
+            slow = name == REFERENCE and not op.parts  # the parts of another have lines of their own
+            failed = any((op.name, other) in refused for other, _ in tried)
+            return Binding(op.name, name, tuple(tried), fell_back=slow and failed)
         tried.append((name, why))
     raise UserError(f"{op.name} has no provider on {arch}: {'; '.join(f'{n} {why}' for n, why in tried)}")
 

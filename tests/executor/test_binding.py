@@ -13,7 +13,7 @@ import torch
 from rocm_serve.checkpoint.synthetic_configs import DIMS, model_config
 from rocm_serve.errors import UserError
 from rocm_serve.executor import binding
-from rocm_serve.executor.binding import Wishes, check_same, op_facts, settle
+from rocm_serve.executor.binding import Wishes, check_same, fallback_warnings, op_facts, settle
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, parse_config, stage_params
 from rocm_serve.ops import bind
 from rocm_serve.ops.bind import bind_ops, binding_lines
@@ -87,6 +87,37 @@ def test_the_next_provider_is_tried_until_each_op_has_one() -> None:
     lines = [line for line in binding_lines(ops.report) if "rms_norm:" in line or "fp8_linear:" in line]
     assert "op rms_norm: good; one_percent failed its probe: off; crashes failed its probe: SIGSEGV" in lines
     assert "op fp8_linear: reference; scale_divided failed its probe: off" in lines
+
+
+def test_a_reference_that_runs_because_a_probe_refused_the_kernel_is_warned_of_with_its_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wish = {
+        "rms_norm": ("one_percent", "good", "reference"),
+        "moe_experts": ("padding_left", "one_expert_less", "reference"),
+        "causal_conv": ("commits_all", "reference"),
+        "attention_prefill": ("triton", "reference"),
+        "fp8_linear": ("scale_divided", "reference"),
+        "linear": ("aiter", "reference"),
+        "gdn_step": ("triton", "reference"),
+    }
+    monkeypatch.setattr(bind, "provider_order", lambda op, arch: wish.get(op, ("reference",)))
+    refused = {
+        ("rms_norm", "one_percent"): "failed its probe: off",
+        ("moe_experts", "padding_left"): "failed its probe: left",
+        ("moe_experts", "one_expert_less"): "failed its probe: less",
+        ("fp8_linear", "scale_divided"): "failed its probe: off",
+        ("gdn_step", "triton"): "failed its probe: then its parts run, as their own lines say",
+    }
+    report = bind_ops({"layers.1.silu_mul": "reference"}, "sm_90", table=OPS, refused=refused).report
+    fell_back = {line.op for line in report if line.fell_back}
+    assert fell_back == {"moe_experts", "fp8_linear"}, "what refuses this GPU of itself is no surprise"
+    assert sorted(fallback_warnings(report)) == [
+        "op fp8_linear runs as its reference in torch (slow, and no step is captured as a device graph):"
+        " scale_divided failed its probe: off",
+        "op moe_experts runs as its reference in torch (slow, and no step is captured as a device graph):"
+        " padding_left failed its probe: left; one_expert_less failed its probe: less",
+    ]
 
 
 def test_where_the_reference_alone_is_bound_nothing_is_probed_or_said() -> None:

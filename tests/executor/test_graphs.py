@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_serve.executor.graphs import refusal
+from rocm_serve.executor.graphs import lost_by_reference, prompt_refusal, refusal
 from rocm_serve.ops.bind import OPS, Binding
 from rocm_serve.parallel.comm import Comm, GlooComm, NcclComm, SoloComm, ThreadComm
 from rocm_serve.parallel.exchange.all_gather import AllGatherExchange
@@ -60,6 +60,15 @@ def test_exchanges_that_ask_the_host_are_a_reason() -> None:
     assert found is not None and found.startswith("the exchange torch has the host count")
     assert MoriExchange.graph_refusal is not None
     assert LocalExchange.graph_refusal is None and AllGatherExchange.graph_refusal is None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_a_reference_costs_is_what_is_refused(op: str) -> None:
+    lost = lost_by_reference(op)
+    steps = refusal(bound(**{op: "reference"}), SoloComm(), []) is not None
+    providers = {name: made.providers["reference" if name == op else "triton"] for name, made in OPS.items()}
+    assert ("no step is captured" in (lost or "")) == steps
+    assert (lost is not None) == (steps or prompt_refusal(providers) is not None)
 
 
 def test_an_op_that_is_new_is_a_reason_until_somebody_has_looked_at_its_reference() -> None:

@@ -13,7 +13,7 @@ from rocm_serve.errors import UserError
 from rocm_serve.executor import kernel_report
 from rocm_serve.executor.kernel_report import KernelReport, OpReport
 from rocm_serve.ops import bind
-from rocm_serve.ops.bind import OPS
+from rocm_serve.ops.bind import OPS, Binding
 from rocm_serve.platform.facts import GpuFacts
 from rocm_serve.platform.gpus import GPUS
 from rocm_serve.platform.table import provider_order
@@ -66,6 +66,13 @@ def test_about_a_gpu_elsewhere_it_names_every_provider_and_why_not(
     experts = of(made, "moe_experts").shapes
     assert [one.shape for one in experts] == ["256, 3 of 8 experts of 256"]
     assert experts[0].rows == (0, 1, 16, 32, 33, 64, 128, 304, 512, 576)
+
+
+def test_a_reference_that_runs_because_a_probe_refused_the_kernel_is_called_slow() -> None:
+    line = Binding("moe_experts", "reference", (("triton", "failed its probe: 528 x 256: off"),), fell_back=True)
+    made = kernel_report._op(line, None, {}, True)
+    assert made.probe == "needs none; slow: a probe refused the kernel that would be bound"
+    assert made.refused == line.refused
 
 
 @pytest.mark.usefixtures("no_gpu")

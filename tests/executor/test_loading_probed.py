@@ -88,6 +88,19 @@ def test_a_wished_provider_is_probed_once_and_remembered(
     load(path, op)
 
 
+def test_a_kernel_that_its_probe_refuses_where_it_was_preferred_is_warned_of_and_told_to_the_core(
+    checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        stage = load(checkpoints["text-bf16"], {}, preferred={"rms_norm": "no_plus_one"})
+    (said,) = [one for one in caplog.messages if one.startswith("op ")]
+    assert said.startswith(
+        "op rms_norm runs as its reference in torch (slow): no_plus_one failed its probe: 1 x 256: rel"
+    )
+    ready = stage.capture(stage.runner(num_pages=9, num_slots=2), lambda: None)
+    assert ready.by_reference == ("rms_norm",)
+
+
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("op", "words"),

@@ -108,7 +108,7 @@ def test_the_rank_that_limits_is_named_with_its_stage() -> None:
 
 def test_every_limit_has_its_reason() -> None:
     limits = effective_limits(resolved(), [loaded(0, 10**9, 1000, 1000)])
-    assert set(limits.reasons) == set(EffectiveLimits.__struct_fields__) - {"reasons"}
+    assert set(limits.reasons) == set(EffectiveLimits.__struct_fields__) - {"reasons", "by_reference"}
     chosen = effective_limits(resolved(page_size=32), [loaded(0, 10**9, 1000, 1000)])
     default = effective_limits(resolved(page_size=16), [loaded(0, 10**9, 1000, 1000)])
     assert (chosen.reasons["page_size"], default.reasons["page_size"]) == ("--page-size", "default")
@@ -258,9 +258,11 @@ def test_graphs_cost_a_step_of_the_largest_batch_and_what_every_size_leaves(
     nodes = 2 * layers * memory.GRAPH_NODES_OF_LAYER * memory.GRAPH_NODE_BYTES
     assert costs(32) - costs(8) == pool(32) - pool(8) + 48 * row + nodes
     with_prompts = costs(8)
-    monkeypatch.setattr(graphs, "PROMPT_ROWS", 0)  # 64 rows of a prompt, alone and beside 64: two graphs less
-    left = (64 + 128) * 2 * facts().hidden_size
-    assert with_prompts - costs(8) == pool(8) - step(8, 0) + left + nodes
+    monkeypatch.setattr(graphs, "PROMPTS", 1)  # 64 rows of several prompts beside 64 that decode: a graph less
+    assert with_prompts - costs(8) == 128 * 2 * facts().hidden_size + nodes // 2
+    monkeypatch.setattr(graphs, "PROMPT_ROWS", 0)  # 64 rows of a prompt, alone and beside 64: three graphs less
+    left = (64 + 128 + 128) * 2 * facts().hidden_size
+    assert with_prompts - costs(8) == pool(8) - step(8, 0) + left + nodes * 3 // 2
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -288,10 +290,15 @@ def test_graphs_of_steps_with_drafts_cost_their_rows_and_a_second_set_of_sizes(r
 
 def test_graphs_of_all_ranks_count_as_far_as_every_rank_has_them() -> None:
     limits = EffectiveLimits(256, 8, 64, 16, 100, 8, reasons={"num_slots": "memory"})
-    ready = [WorkerReady(0, 8, "captured in 1 s"), WorkerReady(1, 0, "kv_write by reference"), WorkerReady(2, 8, "x")]
+    ready = [
+        WorkerReady(0, 8, "captured in 1 s", ("kv_write",)),
+        WorkerReady(1, 0, "kv_write by reference", ("kv_write", "linear")),
+        WorkerReady(2, 8, "x"),
+    ]
     found = memory.with_graphs(limits, ready)
     assert found.graph_max_batch == 0
     assert found.reasons == {"num_slots": "memory", "graph_max_batch": "kv_write by reference"}
+    assert found.by_reference == ("kv_write", "linear")
     assert memory.with_graphs(limits, ready[:1]).graph_max_batch == 8
     assert memory.with_graphs(limits, ready[:1], "graphs").plan_ahead
     none = memory.with_graphs(limits, ready, "graphs")
