@@ -8,7 +8,7 @@ from rocm_serve.errors import UserError
 AUTO_MOST = 256  # beyond it a step takes so long that launching its kernels one by one is hidden
 PROMPT_ROWS = 2048  # most of prompts in a step of fixed size; with more, computing hides the launches
 PROMPT_DECODES = 64  # decoding requests beside them
-PROMPTS = 1  # most of them in such a step. 16 are built and proven on a CPU, and become the default once a GPU ran them
+PROMPTS = 16  # most of them in such a step; room for 64 costs all such steps some time (docs/decisions/0018)
 _LEAST_ROWS = 64
 # Why no step with rows on their way to experts is captured, by exchange.
 _EXCHANGES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import zmq
@@ -53,13 +54,14 @@ class LocalExecutor:
         self._heartbeat.enter(Phase.ALLOCATING)
         loaded = WorkerLoaded(0, WIRE_VERSION, stage.cache_bytes, stage.page_bytes, stage.slot_bytes)
         limits = effective_limits(resolved, [loaded])
-        self._runner = stage.runner(num_pages=limits.num_pages, num_slots=limits.num_slots)
+        runner = stage.runner(num_pages=limits.num_pages, num_slots=limits.num_slots)
+        self._runner = replace(runner, prompts=None)
         self._counter = counter_of(resolved, stage.coord, stage.facts, stage.model)
         for plan in start_up_plans(resolved, limits.num_pages, limits.num_slots):
             self._heartbeat.enter(Phase.WARMING_UP)
             self._run(plan, "warming up")
-        ready = stage.capture(self._runner, self._heartbeat.tick)
-        self._runner = stage.after_capture(self._runner, ready)
+        ready = stage.capture(runner, self._heartbeat.tick)
+        self._runner = stage.after_capture(runner, ready)
         limits = with_graphs(limits, [ready], resolved.plan_ahead)
         self.depth = 1 + limits.plan_ahead
         if self._counter is not None:

@@ -44,8 +44,8 @@ class PromptSteps:
     """Runs such steps of one stage, up to the rows that it leaves.
 
     `decodes` and `rows`: sizes, ascending; `prompts`: the most in a step, whose keys attention can copy at one time
-    where they are several. `captured`: whether `capture` records all sizes. `replays`: turn it
-    off, and steps run without their graphs.
+    where they are several. `captured`: whether `capture` records all sizes. `replays`: turn it off, and steps run
+    without their graphs.
     """
 
     def __init__(
@@ -123,13 +123,16 @@ class PromptSteps:
     def capture(self, moved: Callable[[int], None]) -> int:
         """Record all sizes, the largest first: smaller ones find room in its memory. Returns the rows of the largest.
 
-        `moved` is told the rows of each that is done. Every rank of a stage calls it: recording runs the collectives.
+        Where steps are not captured each runs once, so that its kernels are compiled before requests come; 0 then.
+        `moved` is told the rows of each that is done. Every rank of a stage calls it: both run the collectives.
         Errors: UserError where the device refuses.
         """
-        if not self._captured:
-            return 0
         for at in sorted(self._at.values(), key=lambda at: -at.rows - at.decodes):
             self._blank(at)
+            if not self._captured:
+                self._forward(at)
+                moved(at.rows)
+                continue
             try:
                 at.replay = self._recorder.record(partial(self._forward, at))
             except RuntimeError as error:
@@ -139,7 +142,7 @@ class PromptSteps:
                     " --graph-max-batch 0 serves without"
                 ) from error
             moved(at.rows)
-        return self._rows[-1]
+        return self._rows[-1] if self._captured else 0
 
     @staticmethod
     def _size(sizes: Sequence[int], count: int) -> int:

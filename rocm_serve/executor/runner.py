@@ -73,7 +73,7 @@ class StageRunner:
     # int64: token drawn last in each slot; None: no step is planned ahead, or another stage embeds tokens
     own_newest_S: torch.Tensor | None = None
     fetch: Fetch | None = None
-    prompts: PromptSteps | None = None  # takes the steps with rows of one prompt, at sizes of its own
+    prompts: PromptSteps | None = None  # takes the steps with rows of prompts that there is a size for
     ahead: bool = False  # steps may be planned before the host knows the tokens of those before
 
     @property
@@ -260,7 +260,10 @@ def watch_layers(model: StageModel, heartbeat: Heartbeat) -> None:
 
 
 def start_up_plans(resolved: Resolved, num_pages: int, num_slots: int) -> list[Plan]:
-    """Return the plans that every rank runs before it is ready: the same ones everywhere."""
+    """Return the plans that every rank runs before it is ready, without its `prompts`: the same ones everywhere.
+
+    Steps that these take are compiled as they are captured.
+    """
     length = resolved.max_model_len
     plans = list(warm_up_plans(resolved.page_size, length, resolved.draft_tokens))
     if resolved.device != "cpu":
@@ -293,10 +296,10 @@ def prompts_of_every_size(
 ) -> Iterator[Plan]:
     """Make steps of several prompts, with every power of two of rows up to `most_rows`, and with so many.
 
-    Tiles go by powers of two (ops/tiles.py), and steps of several prompts are not captured: what is not compiled here
-    is compiled while requests wait. Two prompts share the rows, and go on by few rows and by more behind them; four and
-    eight are tried with few, since tiles of recurrences go by their number. As `warm_up_plans`, within what the caches
-    hold: what does not fit is left out, and a line of the log names it.
+    They run as steps that no fixed size holds, whose tiles go by powers of two (ops/tiles.py): what is not compiled
+    here is compiled while requests wait. Two prompts share the rows, and go on by few rows and by more behind them;
+    four and eight are tried with few, since tiles of recurrences go by their number. As `warm_up_plans`, within what
+    the caches hold: what does not fit is left out, and a line of the log names it.
     """
     left_out = []
     sizes = [1 << n for n in range(1, most_rows.bit_length()) if 1 << n < most_rows] + [most_rows]

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -243,7 +243,9 @@ class Worker:
         runner = stage.runner(num_pages=message.num_pages, num_slots=message.num_slots)
         counter = counter_of(resolved, coord, stage.facts, stage.model)
         edges = self._edges(groups, stage)
-        self._loop = StageLoop(runner, *edges, self.link, heartbeat=self.heartbeat, counter=counter)
+        self._loop = StageLoop(
+            replace(runner, prompts=None), *edges, self.link, heartbeat=self.heartbeat, counter=counter
+        )
         self._loop.newest, self._loop.to_first = self._token_ends(groups, runner)
         self._enter(Phase.WARMING_UP)
         plans = start_up_plans(resolved, message.num_pages, message.num_slots)

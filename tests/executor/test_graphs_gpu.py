@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_serve.executor import memory
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.local import LocalExecutor
 from rocm_serve.executor.prompt_steps import PromptSteps
@@ -157,7 +156,6 @@ def test_steps_with_prompts_beside_decoding_rows_go_on_from_replayed_ones(checkp
 
 def test_several_prompts_share_captured_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some that share no size join others that decode: the tokens of the same steps not captured."""
-    monkeypatch.setattr(memory.graphs, "PROMPTS", MOST)
     kinds: list[int] = []
     forward = PromptSteps.forward
 

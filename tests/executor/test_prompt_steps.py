@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from rocm_serve.errors import UserError
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.loading import load_stage_model
+from rocm_serve.executor.local import LocalExecutor
 from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.messages import NewRequest, Plan, Work
@@ -169,6 +170,32 @@ def test_bits_are_the_same_with_graphs_and_without(checkpoint: Path, plainly: di
     ) as fixed:
         assert fixed.generate(requests()) == plainly
     assert not recorder.sequences
+
+
+def test_before_requests_come_each_size_has_run_and_so_have_steps_that_no_size_holds(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without graphs, too, all kernels are compiled then: the first prompt of the start runs as it comes."""
+    ran: list[tuple[int, int, int]] = []
+    own, forward = LoadedStage.runner, PromptSteps._forward
+
+    def counted(steps: PromptSteps, at: Any) -> torch.Tensor:
+        ran.append((at.decodes, at.prompts, at.rows))
+        return forward(steps, at)
+
+    def runner(stage: LoadedStage, **room: int) -> StageRunner:
+        made = with_prompt_steps(stage, own(stage, **room), Again(), captured=False)
+        ran.clear()
+        return made
+
+    monkeypatch.setattr(PromptSteps, "_forward", counted)
+    monkeypatch.setattr(LoadedStage, "runner", runner)
+    with session(LocalExecutor(wish(checkpoint))) as local:
+        kinds = [(d, 1) for d in DECODES] + [(DECODES[-1], PROMPTS)]
+        assert sorted(ran) == sorted((*kind, rows) for kind in kinds for rows in ROWS)
+        ran.clear()
+        local.generate({name: one for name, one in requests().items() if name in "45"})
+    assert {prompts for _, prompts, _ in ran} == {1, PROMPTS}, "22 rows of a prompt of 150, then 7 of the next"
 
 
 def test_padding_leaves_no_trace_in_pages_and_states(checkpoint: Path) -> None:
