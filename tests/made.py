@@ -1,8 +1,10 @@
-"""Fixture: one small checkpoint of every layout, written once a session. Tests that change one copy it first."""
+"""Small checkpoints of every layout. The fixture's are written once a session: tests that change one copy it first."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +17,21 @@ LAYOUTS = {
 }
 
 
+def small_checkpoint(path: Path, layout: Any, mtp: Any, *, seed: int, layers: int = 4) -> Path:
+    """Write what `make_checkpoint` writes, but with two value heads a key head instead of eight, and return `path`.
+
+    Their states are most of what a step of the default sizes costs on a CPU. It is legal wherever those are.
+    """
+    from rocm_serve.checkpoint.synthetic import write_model  # torch, which most tests do without
+    from rocm_serve.checkpoint.synthetic_configs import Dims
+
+    path.mkdir(parents=True, exist_ok=True)
+    write_model(path, layout, mtp, replace(Dims(), value_heads=8, layers=layers), seed)
+    return path
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Paths of four-layer checkpoints, by name of `LAYOUTS`."""
-    from rocm_serve.checkpoint.synthetic import make_checkpoint  # torch, which most tests do without
-
     root = tmp_path_factory.mktemp("checkpoints")
-    return {
-        name: make_checkpoint(root / name, layout, mtp, seed=7, layers=4) for name, (layout, mtp) in LAYOUTS.items()
-    }
+    return {name: small_checkpoint(root / name, layout, mtp, seed=7) for name, (layout, mtp) in LAYOUTS.items()}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rocm_serve.checkpoint.synthetic import make_checkpoint
 from tests.e2e import harness, hf
+from tests.made import small_checkpoint
 
 MTP = {"text-bf16": "bf16", "text-fp8": "bf16", "vl-fp8": "fp8", "dense": "bf16"}
 # Three GDN layers and one with KV pages. The cheapest layout has two of these groups, as has the trained checkpoint.
@@ -22,7 +22,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     root = tmp_path_factory.mktemp("e2e")
 
     def make(layout: str) -> Path:
-        return make_checkpoint(root / layout, layout, MTP[layout], seed=3, layers=LAYERS.get(layout, 4))
+        return small_checkpoint(root / layout, layout, MTP[layout], seed=3, layers=LAYERS.get(layout, 4))
 
     return cache(make)
 

@@ -19,9 +19,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rocm_serve.checkpoint.synthetic import make_checkpoint
 from tests.e2e.harness import ROOT
 from tests.e2e.two_nodes import Node, TwoNodes
+from tests.made import small_checkpoint
 
 pytestmark = pytest.mark.multirank
 
@@ -90,7 +90,7 @@ class ReferenceLaunch(TwoNodes):
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceLaunch]:
     root = tmp_path_factory.mktemp("reference")
-    model = make_checkpoint(root / "model", "text-fp8", "bf16", seed=5, layers=4)
+    model = small_checkpoint(root / "model", "text-fp8", "bf16", seed=5)
     with ReferenceLaunch(model, root / "nodes") as nodes:
         nodes.await_ready()
         yield nodes

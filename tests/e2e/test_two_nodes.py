@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from rocm_serve.checkpoint.synthetic import make_checkpoint
 from rocm_serve.executor.heartbeat import Phase
 from tests.e2e.harness import Server
 from tests.e2e.two_nodes import TwoNodes, completion, free_ports, serving
+from tests.made import small_checkpoint
 
 pytestmark = pytest.mark.multirank
 
@@ -32,7 +32,7 @@ PROMPTS = [[5, 6, 7], list(range(100, 350)), [9] * 65]
 
 @pytest.fixture(scope="session")
 def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("two-nodes") / "tiny", "text-bf16", "bf16", seed=11, layers=4)
+    return small_checkpoint(tmp_path_factory.mktemp("two-nodes") / "tiny", "text-bf16", "bf16", seed=11)
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rocm_serve.checkpoint.synthetic import make_checkpoint
 from rocm_serve.types import SamplingParams
 from tests.executor.generate import Requests
+from tests.made import small_checkpoint
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("executor") / "tiny", "text-bf16", "bf16", seed=11, layers=4)
+    return small_checkpoint(tmp_path_factory.mktemp("executor") / "tiny", "text-bf16", "bf16", seed=11)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from rocm_serve.checkpoint.reader import read_config
-from rocm_serve.checkpoint.synthetic import make_checkpoint
 from rocm_serve.config.experts import DRAFT, VALIDATED
 from rocm_serve.config.schema import ExchangeName, Resolved
 from rocm_serve.executor.local import LocalExecutor
@@ -26,6 +25,7 @@ from tests.executor.processes import world
 from tests.executor.simulated import SimulatedExecutor
 from tests.executor.test_topologies import check_close
 from tests.executor.wishes import resolved
+from tests.made import small_checkpoint
 from tests.parallel.mori_package import write_package
 
 CHUNK, RUNNING = 64, 8
@@ -75,7 +75,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     def get(layout: str) -> Path:
         if layout not in made:
             folder = tmp_path_factory.mktemp("experts") / layout
-            made[layout] = make_checkpoint(folder, layout, "bf16", seed=7, layers=2)
+            made[layout] = small_checkpoint(folder, layout, "bf16", seed=7, layers=2)
         return made[layout]
 
     return get

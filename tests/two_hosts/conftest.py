@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_serve.checkpoint.synthetic import make_checkpoint
+from tests.made import small_checkpoint
 from tests.two_hosts.namespaces import TwoHosts, why_not
 
 
@@ -28,4 +28,4 @@ def hosts(_namespaces: None) -> Iterator[TwoHosts]:
 
 @pytest.fixture(scope="session")
 def four_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("two-hosts") / "tiny", "text-bf16", "bf16", seed=11, layers=4)
+    return small_checkpoint(tmp_path_factory.mktemp("two-hosts") / "tiny", "text-bf16", "bf16", seed=11)

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from rocm_serve.checkpoint.synthetic import make_checkpoint
 from rocm_serve.config.schema import Resolved, ServeConfig
 from rocm_serve.diagnostics.parity import flow
 from rocm_serve.diagnostics.parity.judge import FP8_ROWS, ROUNDING
 from rocm_serve.diagnostics.parity.spec import parse_side
 from tests.executor.wishes import resolved
+from tests.made import small_checkpoint
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("flow")
-    return {layout: make_checkpoint(folder / layout, layout, "none", layers=4) for layout in ("text-fp8", "text-bf16")}
+    return {layout: small_checkpoint(folder / layout, layout, "none", seed=0) for layout in ("text-fp8", "text-bf16")}
 
 
 def judged(model: Path, folder: Path, a: str, b: str) -> flow._Run:

@@ -10,13 +10,13 @@ import torch
 from rocm_serve.checkpoint.ledger import stage_catalogue
 from rocm_serve.checkpoint.load import load_stage
 from rocm_serve.checkpoint.reader import CheckpointReader, read_config
-from rocm_serve.checkpoint.synthetic import make_checkpoint
 from rocm_serve.models.qwen3_5.spec import parse_config, stage_params
 from rocm_serve.models.registry import build_model
 from rocm_serve.ops.bind import OPS, BoundOps, bind_ops
 from rocm_serve.ops.contract import layout_tag
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
+from tests.made import small_checkpoint
 from tests.models.harness import Chunk, Pipeline, Stage, caches, prefill, text
 from tests.ops.aiter_standin.conftest import Install
 from tests.ops.aiter_standin.package import releases
@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FP8 experts and FP8 dense layers, bf16 for the rest."""
-    return make_checkpoint(tmp_path_factory.mktemp("fp8"), "text-fp8", "bf16", seed=3, layers=4)
+    return small_checkpoint(tmp_path_factory.mktemp("fp8"), "text-fp8", "bf16", seed=3)
 
 
 def stage(path: Path, ops: BoundOps, dtype: torch.dtype = BF16) -> Stage:
