@@ -146,12 +146,13 @@ def at_fixed_sizes(stage: LoadedStage, runner: StageRunner, wished: Sequence[Mix
     ]
     if runner.prompts is None or not taken:
         return replace(runner, prompts=None)
+    several = any(one.prompts > 1 for one in taken)  # they have room for the most that decode, always
     steps = PromptSteps(
         stage.model,
         runner.cache,
-        decodes=sorted({_size(counts, one.decodes) for one in taken}),
+        decodes=sorted({_size(counts, one.decodes) for one in taken} | ({counts[-1]} if several else set())),
         rows=sorted({_size(sizes, one.prompts * one.rows) for one in taken}),
-        prompts=most if any(one.prompts > 1 for one in taken) else 1,
+        prompts=most if several else 1,
         captured=True,
         recorder=DeviceGraphs(resolved.max_model_len),
         max_model_len=resolved.max_model_len,

@@ -21,6 +21,7 @@ from evals.bench_gpu.records import Run
 from rocm_serve.executor import memory
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.messages import Plan, StepResult
+from rocm_serve.ops.batch import ForwardBatch
 from rocm_serve.tuning.floor_prefill import Mixed
 
 TINY = ["prefill", "--cpu", "--shape", "tiny", "--rows", "12", "20", "--most", "20", "--seed", "3", "--steps", "2"]
@@ -191,12 +192,30 @@ def test_steps_of_fixed_sizes_draw_the_tokens_of_plain_ones(monkeypatch: pytest.
         runner = loaded.runner(num_pages=24, num_slots=8)
         step_level.randomise(runner.cache, torch.Generator().manual_seed(1))
         runner = replace(runner, prompts=_Captured())  # type: ignore[arg-type]
-        chosen = prefill_level.at_fixed_sizes(loaded, runner, [shape] if fixed else [Mixed(129), Mixed(9, prompts=2)])
+        chosen = prefill_level.at_fixed_sizes(loaded, runner, [shape] if fixed else [Mixed(129), Mixed(7, prompts=17)])
         assert (chosen.prompts is not None) == fixed
         result = chosen.step(Prefilling(chosen, 512, shape, 2, 5).plan(), None)
         assert isinstance(result, StepResult)
         drawn.append([one.tokens for one in result.sampled])
     assert drawn[0] == drawn[1]
+
+
+def test_several_prompts_have_room_for_those_that_decode_as_on_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_level, "DeviceGraphs", _Repeats)
+    monkeypatch.setattr(memory, "prompt_rows", lambda resolved: 128)
+    loaded, shape = _loaded(), Mixed(9, prompts=2)
+    runner = replace(loaded.runner(num_pages=24, num_slots=8), prompts=_Captured())  # type: ignore[arg-type]
+    chosen = prefill_level.at_fixed_sizes(loaded, runner, [shape])
+    forward, rows = loaded.model.forward, []
+
+    def counted(batch: ForwardBatch, hidden_TH: torch.Tensor | None) -> torch.Tensor:
+        rows.append(batch.num_rows)
+        return forward(batch, hidden_TH)
+
+    monkeypatch.setattr(loaded.model, "forward", counted)
+    chosen.step(Prefilling(chosen, 512, shape, 2, 5).plan(), None)
+    most = memory.prompt_counts(loaded.resolved)[-1]
+    assert most > 0 and rows == [2 * 9 + most]
 
 
 def _record(rows: int, **changes: object) -> PrefillRecord:
