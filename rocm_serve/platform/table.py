@@ -11,18 +11,19 @@ from types import MappingProxyType
 from typing import Literal
 
 REFERENCE_ONLY = ("reference",)
-# Bound where they are wished for alone: no GPU has run them yet. Layers then run their parts.
-_UNTRIED = MappingProxyType(dict.fromkeys(("add_norm_linear", "shared_down_add"), REFERENCE_ONLY))
+# Bound where they are wished for alone: on an H200 no step gained by them (docs/performance.md), elsewhere none ran them.
+# Layers run their parts.
+_BY_WISH = MappingProxyType(dict.fromkeys(("add_norm_linear", "shared_down_add"), REFERENCE_ONLY))
 
 # Best first. An op's order names providers that it may not have: PROVIDERS says which it has. The entry "*" is for ops
 # without an order of their own.
 PROVIDER_ORDER: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "cpu": MappingProxyType({"*": REFERENCE_ONLY}),
-        "gfx*": MappingProxyType({"*": ("hip", "aiter", "torch", "triton", "reference"), **_UNTRIED}),
+        "gfx*": MappingProxyType({"*": ("hip", "aiter", "torch", "triton", "reference"), **_BY_WISH}),
         # Triton's tiles of linear name the library that torch calls where it is the faster one.
         "sm_*": MappingProxyType(
-            {"*": ("torch", "triton", "reference"), "linear": ("triton", "torch", "reference"), **_UNTRIED}
+            {"*": ("torch", "triton", "reference"), "linear": ("triton", "torch", "reference"), **_BY_WISH}
         ),
         "*": MappingProxyType({"*": REFERENCE_ONLY}),
     }
