@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Literal
 
 REFERENCE_ONLY = ("reference",)
-# Bound where they are wished for alone: on an H200 no step gained by them (docs/performance.md), elsewhere none ran them.
-# Layers run their parts.
+# Bound where they are wished for alone, else layers run their parts: no step gained by them on an H200, and no other
+# GPU ran them (docs/performance.md).
 _BY_WISH = MappingProxyType(dict.fromkeys(("add_norm_linear", "shared_down_add"), REFERENCE_ONLY))
 
 # Best first. An op's order names providers that it may not have: PROVIDERS says which it has. The entry "*" is for ops
