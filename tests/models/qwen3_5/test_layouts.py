@@ -16,12 +16,12 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTe
 from rocm_serve.checkpoint.ledger import stage_catalogue
 from rocm_serve.checkpoint.load import load_stage
 from rocm_serve.checkpoint.reader import CheckpointReader, read_config
+from rocm_serve.checkpoint.synthetic import make_checkpoint
 from rocm_serve.models.qwen3_5.spec import parse_config, stage_params
 from rocm_serve.models.registry import build_model
 from rocm_serve.ops.bind import bind_ops
 from rocm_serve.parallel.comm import Comm, SoloComm, run_ranks
 from rocm_serve.parallel.mesh import Mesh
-from tests.made import small_checkpoint
 from tests.models.harness import Pipeline, Stage, allowed, caches, decode, difference, hf_logits, prefill, text
 
 LAYOUTS = {"text-bf16": "none", "text-fp8": "fp8", "vl-fp8": "bf16", "dense": "bf16"}
@@ -97,7 +97,7 @@ def logits(run: Pipeline, tokens: list[int]) -> torch.Tensor:
 @pytest.fixture(scope="module", params=LAYOUTS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = tmp_path_factory.mktemp(request.param)
-    small_checkpoint(path, request.param, LAYOUTS[request.param], seed=1)
+    make_checkpoint(path, request.param, LAYOUTS[request.param], seed=1, layers=4)
     tokens = torch.randint(0, 2048, (76,), generator=torch.Generator().manual_seed(2)).tolist()
     hf = hf_of(path)
     return Case(request.param, path, tokens, hf_logits(hf, tokens), allowed(hf, tokens))

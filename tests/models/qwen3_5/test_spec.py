@@ -267,9 +267,9 @@ def test_qkv_is_cut_in_three_and_gates_stay_with_their_heads(checkpoints: dict[s
     gdn = list(copies(params["model.layers.0.linear_attn.in_proj_qkvz.weight"], Place(2, 1)))
     spans = [(copy.key.rsplit(".", 2)[1], copy.src[0].start, copy.src[0].stop) for copy in gdn]
     qkv = "in_proj_qkv"
-    assert spans == [(qkv, 256, 512), (qkv, 768, 1024), (qkv, 3072, 5120), ("in_proj_z", 2048, 4096)]
+    assert spans == [(qkv, 256, 512), (qkv, 768, 1024), (qkv, 1536, 2048), ("in_proj_z", 512, 1024)]
     conv = list(copies(params["model.layers.0.linear_attn.conv1d.weight"], Place(2, 1)))
-    assert [(c.src[0].start, c.src[0].stop) for c in conv] == [(256, 512), (768, 1024), (3072, 5120)]
+    assert [(c.src[0].start, c.src[0].stop) for c in conv] == [(256, 512), (768, 1024), (1536, 2048)]
     attention = list(copies(params["model.layers.3.self_attn.qkv_proj.weight"], Place(4, 3)))
     assert [(c.src[0].start, c.src[0].stop) for c in attention] == [(3072, 4096), (128, 256), (128, 256)]
     experts = list(copies(params["model.layers.0.mlp.experts.gate_up_proj"], Place(2, 1)))
