@@ -29,6 +29,7 @@ _PASSED_ON = ("Content-Type", "Authorization")
 _ASKED_WITH = ("prompt", "model")  # of a body, beside what the protocol states
 _NO_COMPLETION = "no completion"
 _MANY = 2**63  # what the journal's numbers hold
+_POLL_S = 0.05  # how long the end of a run may wait for the server to see it
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +102,9 @@ class Recorder:
         self.asked: set[str] = set()  # keys lm-eval asked for in this run
         self._lock = threading.Lock()
         self._server = _Server(self)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="gate-recorder", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), name="gate-recorder", daemon=True
+        )
 
     def __enter__(self) -> Recorder:
         self._thread.start()

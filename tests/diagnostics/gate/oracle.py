@@ -103,7 +103,7 @@ class Serving:
         self.oracle = oracle
         self._server = _Server(("127.0.0.1", port), _handler(oracle))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
 
     def __enter__(self) -> Serving:
         self._thread.start()
