@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ FOREIGN = ("Using network Socket", "NCCL_NET", "ibv_modify_qp")
 HOLE = "\0"
 
 
+@cache
 def messages() -> str:
     """Every text in our sources; the parts of an f-string that are filled in are holes."""
     found = []
@@ -30,9 +32,6 @@ def messages() -> str:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return "\n".join(found)
-
-
-MESSAGES = messages()
 
 
 def quotes() -> list[str]:
@@ -49,7 +48,7 @@ def test_a_quoted_message_is_one_of_ours(quote: str) -> None:
     pieces = [re.escape(piece.strip()) for piece in quote.split("…") if len(piece.strip(" /:;,")) > 2]
     assert pieces, quote
     # Values fill the holes; the words between them stand in one message, in this order.
-    assert re.search("[^\n]*".join(pieces), MESSAGES), f"nothing prints {quote!r}"
+    assert re.search("[^\n]*".join(pieces), messages()), f"nothing prints {quote!r}"
 
 
 def test_the_document_quotes_enough_to_be_worth_checking() -> None:
