@@ -88,7 +88,7 @@ class ExpertCounter:
 def count_rows(counts_E1: torch.Tensor, ids_nk: torch.Tensor, num_rows: int | torch.Tensor) -> None:
     """Count the choices of the first `num_rows` rows, and these rows in the last element. Asks the device for nothing.
 
-    Shapes: counts int64 [E + 1], ids int [n, k].
+    Shapes: counts int64 [E + 1], ids int [n, k]; num_rows [1], if it is a tensor.
     """
     if isinstance(num_rows, int):
         ids_nk = ids_nk[:num_rows]
@@ -97,7 +97,7 @@ def count_rows(counts_E1: torch.Tensor, ids_nk: torch.Tensor, num_rows: int | to
         live_n = torch.arange(ids_nk.shape[0], device=ids_nk.device) < num_rows
         counted_nk = live_n.to(torch.int64)[:, None].expand_as(ids_nk)
     counts_E1.scatter_add_(0, ids_nk.reshape(-1).to(torch.int64), counted_nk.reshape(-1))
-    counts_E1[-1] += num_rows
+    counts_E1[-1:] += num_rows
 
 
 def counter_of(resolved: Resolved, coord: Coord, facts: ModelFacts, model: object) -> ExpertCounter | None:

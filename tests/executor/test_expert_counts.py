@@ -31,7 +31,7 @@ from tests.executor.wishes import resolved
 
 
 @pytest.mark.parametrize(("rows", "live"), [(0, 0), (1, 0), (1, 1), (32, 7), (33, 33), (65, 64)])
-@pytest.mark.parametrize("known_to", [int, torch.tensor])
+@pytest.mark.parametrize("known_to", [int, lambda live: torch.tensor([live], dtype=torch.int32)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_live_rows_are_counted_and_padding_is_not(
     rows: int, live: int, known_to: Callable[[int], int | torch.Tensor], dtype: torch.dtype
