@@ -22,6 +22,7 @@ from tests.two_hosts.nodes import TwoHostNodes
 
 DEADLINE_S = 4  # --watchdog-timeout of these scenes
 NO_PREFLIGHT = dict.fromkeys((0, 1), {"PREFLIGHT": "off"})  # by node: it has scenes of its own
+MOMENT_S = 0.005  # how often a rank is looked at for its moment
 NOTICED_S = 2.0  # from a kill to 503
 ENDED_S = 15.0  # from a death, or from the deadline of a stop, to the end of every process
 SLACK_S = 3.0  # of a machine with two cores on which other tests run: sums of the above are held to that much more
@@ -63,7 +64,10 @@ class Failure:
         if self.who.startswith("rank-"):
             process = nodes.process(self.who)  # looked for now: that takes longer than a moment may last
             nodes.until(
-                lambda: hold(nodes, self.who, process, moment), 120, f"{self.who} was never caught in {self.moment}"
+                lambda: hold(nodes, self.who, process, moment),
+                120,
+                f"{self.who} was never caught in {self.moment}",
+                every_s=MOMENT_S,
             )
             if self.how == "kill":
                 process.kill()
@@ -73,7 +77,7 @@ class Failure:
             seen = nodes.progress(self.at)
             return seen is not None and moment(seen)
 
-        nodes.until(there, 120, f"{self.at} was never seen in {self.moment}")
+        nodes.until(there, 120, f"{self.at} was never seen in {self.moment}", every_s=MOMENT_S)
         if self.how == "kill":
             nodes.process(self.who).kill()
         elif self.how == "cut":

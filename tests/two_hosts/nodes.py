@@ -28,7 +28,7 @@ class _OnHost(httpx.HTTPTransport):
     """Connects from a namespace."""
 
     def __init__(self, host: Host) -> None:
-        super().__init__()
+        super().__init__(verify=False)
         self._host = host
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
