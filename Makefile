@@ -53,6 +53,9 @@ $(VENV)/.installed-eval: $(VENV)/.installed-cpu
 serve: $(VENV)/.installed-cpu
 	$(BIN)/rocm-serve serve --model $(TINY) --served-model-name tiny --device cpu --port $(PORT) $(ARGS)
 
+# Tests start hundreds of processes: each compiles all that it imports where the environment forbids compiled files.
+test test-fast test-two-hosts: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 

@@ -13,7 +13,7 @@ set_library_defaults()  # before torch is loaded, as the server does
 settings.register_profile("no-clock", deadline=None)  # a busy machine is no failure
 settings.load_profile("no-clock")
 
-pytest_plugins = ["pytester", "tests.made", "tests.skip_gate"]
+pytest_plugins = ["pytester", "tests.made", "tests.skip_gate", "tests.spread"]
 
 _TESTS = Path(__file__).parent
 # Processes, signals and deadlines of seconds: what another process on the machine does can fail these, once.
