@@ -100,3 +100,15 @@ class Launched:
         if self._fetched is not None:
             self._fetched.wait()
         return StepResult(self.seq, tuple(self._finish()))
+
+
+def joined(first: Launched, second: Launched) -> Launched:
+    """Return two parts of one step as one, outcomes of `first` before those of `second`.
+
+    The device was given `second` before `first`: what `first` waits for is behind both.
+    """
+    drawn_R3 = None
+    if first.drawn_R3 is not None and second.drawn_R3 is not None:
+        drawn_R3 = torch.cat([first.drawn_R3, second.drawn_R3])
+    fetched = None if second._fetched is None else first._fetched
+    return Launched(first.seq, lambda: (*first._finish(), *second._finish()), fetched, drawn_R3)

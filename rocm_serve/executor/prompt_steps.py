@@ -26,6 +26,7 @@ from rocm_serve.errors import UserError
 from rocm_serve.executor.decode import DecodedModel
 from rocm_serve.executor.graphs import Recorder
 from rocm_serve.executor.memory import padded
+from rocm_serve.messages import Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME
 
@@ -85,24 +86,23 @@ class PromptSteps:
         if hidden_size is not None:
             self._hidden_TH = torch.zeros((many, hidden_size), dtype=dtype, device=device)
 
-    def takes(self, batch: ForwardBatch) -> bool:
-        """Say whether the batch is such a step, of a size that there is."""
-        sequences = batch.sequences
-        decodes = sequences.num_recurrent
+    def takes(self, plan: Plan) -> bool:
+        """Say whether the plan is such a step, of a size that there is. Plan and sizes alone decide."""
+        works = plan.work
+        decodes = sum([work.recurrent for work in works])  # they come first
+        prompts = works[decodes:]
         return (
-            1 <= sequences.num_sequences - decodes <= self._prompts
-            and decodes == sequences.num_recurrent_rows <= self._decodes[-1]
-            and batch.num_rows - decodes <= self._rows[-1]
-            and batch.replay is None
-            and (sequences.num_sequences == decodes + 1 or self._keys_of(sequences) <= self._keys)
+            1 <= len(prompts) <= self._prompts
+            and decodes <= self._decodes[-1]
+            and sum([work.num_rows for work in prompts]) <= self._rows[-1]
+            and not any([work.num_rows > 1 or work.accepted for work in works[:decodes]])  # noqa: C419
+            and (len(prompts) == 1 or self._keys_of(prompts) <= self._keys)
         )
 
     @staticmethod
-    def _keys_of(sequences: Sequences) -> int:
+    def _keys_of(prompts: Sequence[Work]) -> int:
         """Return how many keys attention copies for the prompts."""
-        starts, first = sequences.row_starts, sequences.num_recurrent
-        ends = zip(sequences.contexts[first:], starts[first:], starts[first + 1 :], strict=False)
-        return sum(padded(context + b - a, KEY_UNIT) for context, a, b in ends)
+        return sum(padded(work.start + work.num_rows, KEY_UNIT) for work in prompts)
 
     def forward(self, batch: ForwardBatch, hidden_TH: torch.Tensor | None) -> torch.Tensor:
         """Return the residual stream as the model's `forward` does: the same rows. Waits for nothing."""

@@ -19,8 +19,9 @@ from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.inputs import RequestTable, SampledRows, StepInputs, build_inputs
-from rocm_serve.executor.launched import Fetch, Fetched, Launched
+from rocm_serve.executor.launched import Fetch, Fetched, Launched, joined
 from rocm_serve.executor.memory import padded
+from rocm_serve.executor.parts import joined_rows, num_rows, parts_of
 from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.sample_rows import SampledToken, SampleRow
 from rocm_serve.executor.sampler import Sampler
@@ -83,7 +84,7 @@ class StageRunner:
 
     def rows(self, plan: Plan) -> int:
         """Rows of the residual stream of this plan, padding included: what crosses each edge."""
-        return padded(sum(work.num_rows for work in plan.work), self.row_multiple)
+        return padded(num_rows(plan), self.row_multiple)
 
     def step(self, plan: Plan, hidden_TH: torch.Tensor | None) -> torch.Tensor | StepResult:
         """Run one plan. `hidden_TH` comes from the previous stage; the last stage returns the result."""
@@ -105,17 +106,52 @@ class StageRunner:
             return Launched(plan.seq, tuple) if self.coord.last_stage else self._no_rows()
         assert (hidden_TH is None) == self.coord.first_stage
         if self.decode is not None and self.decode.takes(plan):
-            if isinstance(self.decode, DecodeSteps):
-                return self.decode.launch(plan, hidden_TH)
-            left = self.decode.step(plan, hidden_TH)
-            return Launched(plan.seq, lambda: left.sampled) if isinstance(left, StepResult) else left
-        upload, newest_S = self.upload, self.newest_S
-        inputs = build_inputs(self.table, plan, self.cache, self.device, self.row_multiple, upload, newest_S)
-        prompts = self.prompts if self.prompts is not None and self.prompts.takes(inputs.batch) else self.model
+            return self._decoded(self.decode, plan, hidden_TH)
+        parts = parts_of(plan, self.decode, self.prompts)
+        if parts is not None:
+            return self._in_parts(plan, *parts, hidden_TH)
+        inputs = self._inputs(plan)
+        prompts = self.prompts if self.prompts is not None and self.prompts.takes(plan) else self.model
         out_TH = prompts.forward(inputs.batch, hidden_TH)
+        return self._left(plan, inputs, out_TH, self.draws_ahead(plan)) if self.coord.last_stage else out_TH
+
+    def _inputs(self, plan: Plan) -> StepInputs:
+        upload, newest_S = self.upload, self.newest_S
+        return build_inputs(self.table, plan, self.cache, self.device, self.row_multiple, upload, newest_S)
+
+    def _decoded(
+        self, decode: DecodeSteps | DraftSteps, plan: Plan, hidden_TH: torch.Tensor | None
+    ) -> torch.Tensor | Launched:
+        if isinstance(decode, DecodeSteps):
+            return decode.launch(plan, hidden_TH)
+        left = decode.step(plan, hidden_TH)
+        return Launched(plan.seq, lambda: left.sampled) if isinstance(left, StepResult) else left
+
+    def _in_parts(
+        self, plan: Plan, decoded: Plan, prompted: Plan, hidden_TH: torch.Tensor | None
+    ) -> torch.Tensor | Launched:
+        """Run prompts and then the requests that decode, each as a step of fixed size.
+
+        In this order, since steps with drafts wait for the device: it has the prompts to run meanwhile.
+        """
+        assert self.decode is not None and self.prompts is not None
+        count, rows = num_rows(decoded), num_rows(plan)
+        first_TH, second_TH = (None, None) if hidden_TH is None else (hidden_TH[:count], hidden_TH[count:rows])
+        inputs = self._inputs(prompted)
+        out_TH = self.prompts.forward(inputs.batch, second_TH)
         if not self.coord.last_stage:
-            return out_TH
-        if self.draws_ahead(plan):
+            left_TH = self._decoded(self.decode, decoded, first_TH)
+            assert isinstance(left_TH, torch.Tensor)
+            return joined_rows(left_TH, count, out_TH, rows - count, self.rows(plan))
+        silent = not inputs.sampled and not inputs.scored and self.drafter is None
+        prompts = None if silent else self._left(prompted, inputs, out_TH, self.draws_ahead(plan))
+        left = self._decoded(self.decode, decoded, first_TH)
+        assert isinstance(left, Launched)
+        return left if prompts is None else joined(left, prompts)
+
+    def _left(self, plan: Plan, inputs: StepInputs, out_TH: torch.Tensor, ahead: bool) -> Launched:
+        """Say what will have the result of rows that the last stage has come to."""
+        if ahead and inputs.sampled:
             return self._drawn_ahead(plan, inputs, out_TH)
         if not inputs.sampled and not inputs.scored and self.drafter is None:
             return Launched(plan.seq, tuple, self._passed())

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace as changed
 
 from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.loaded_stage import LoadedStage
@@ -95,3 +96,30 @@ def plans_with_drafts(count: int, drafts: int, steps: int) -> list[Plan]:
             tried[rid] = bring
         made.append(Plan(seq, tuple(works)))
     return [*made, Plan(steps, (), released=tuple(rids))]
+
+
+def mixed_plans() -> list[Plan]:
+    """Three requests that draft, replay and end; beside them one prompt in three chunks, and then two in one step."""
+    plans = plans_with_drafts(3, 3, 8)
+    scored = SamplingParams(max_tokens=9, temperature=0.0, logprobs=1, prompt_logprobs=1)
+    new = NewRequest(7, tuple(range(30, 90)), scored), NewRequest(8, tuple(range(9, 25)), scored)
+    extra = {
+        2: (Work(7, 0, 20, False, False, 7, tuple(range(20, 24))),),
+        3: (Work(7, 20, 13, False, False, 7),),
+        5: (Work(7, 33, 27, False, True, 7, proposals=2), Work(8, 0, 16, False, True, 8, (24, 25), proposals=3)),
+        6: (Work(9, 0, 5, False, False, 6, (26,)),),
+    }
+    news = {2: new[:1], 5: new[1:], 6: (NewRequest(9, (4,) * 8, scored),)}
+    out = []
+    for plan in plans:
+        more = extra.get(plan.seq, ())
+        gone = (7, 8) if plan.seq == 6 else (9,) if plan.released else ()
+        out.append(
+            changed(
+                plan,
+                work=plan.work + more,
+                new=plan.new + news.get(plan.seq, ()),
+                released=plan.released + gone,
+            )
+        )
+    return out

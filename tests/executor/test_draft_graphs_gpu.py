@@ -14,12 +14,13 @@ from msgspec.structs import replace as changed
 
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.local import LocalExecutor
+from rocm_serve.executor.parts import parts_of
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.messages import Plan, StepResult
 from rocm_serve.types import SamplingParams
 from tests.executor.captured import GPU, NEEDS_GPU, rows_of, same, stage_of, waits_in
 from tests.executor.generate import Answer, Requests, session
-from tests.executor.recorded_drafts import plans_with_drafts, poison_inputs
+from tests.executor.recorded_drafts import mixed_plans, plans_with_drafts, poison_inputs
 from tests.executor.test_speculative import TRAINED, Cell, prompts, requests_of, wish_of
 
 pytestmark = NEEDS_GPU
@@ -96,6 +97,19 @@ def test_a_replay_gives_the_bits_of_the_step_whatever_lies_beyond(rank: int, pp:
         assert all(same(a, b) for a, b in zip(eager, replayed, strict=True)), f"{count} requests"
     poison_inputs(runner.decode)  # type: ignore[arg-type]
     assert all(same(a, b) for a, b in zip(eager, ran(stage, runner, made), strict=True)), "poisoned"
+
+
+@pytest.mark.parametrize(("rank", "pp"), [(0, 1), (0, 2), (1, 2)])
+def test_steps_with_prompts_in_two_parts_give_the_bits_of_the_same_parts_without_graphs(rank: int, pp: int) -> None:
+    stage, runner = stage_of(wish(3, MOST, pp=pp), rank)
+    assert runner.decode is not None and runner.prompts is not None
+    made = mixed_plans()
+    assert [plan.seq for plan in made if plan.work and parts_of(plan, runner.decode, runner.prompts)] == [2, 3, 5, 6]
+    found = []
+    for replays in (False, True):
+        runner.decode.replays = runner.prompts.replays = replays
+        found.append(ran(stage, runner, made))
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(("rank", "waits"), [(0, 0), (1, 1)])

@@ -8,11 +8,16 @@ from __future__ import annotations
 import secrets
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as changed
 
+from rocm_serve.config import graphs as sizes
+from rocm_serve.config.schema import Resolved
+from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.local import LocalExecutor
 from rocm_serve.executor.prompt_steps import PromptSteps
@@ -154,6 +159,30 @@ def test_steps_with_prompts_beside_decoding_rows_go_on_from_replayed_ones(checkp
     assert {name: one.tokens for name, one in graphs.items()} == {name: one.tokens for name, one in eager.items()}, SEED
 
 
+def late_requests() -> Requests:
+    """Prompts short and long."""
+    return {
+        f"late {i}": (
+            tuple((SEED + 7 * i + 3 * j) % 2000 for j in range(1 + 23 * i)),
+            SamplingParams(max_tokens=5, temperature=0.9 * (i % 2), seed=SEED + i),
+        )
+        for i in range(6)
+    }
+
+
+def joined_by(late: Requests, wished: Resolved) -> dict[str, Answer]:
+    """Serve plain requests, and from the fourth step on the late ones too."""
+    with session(LocalExecutor(wished)) as local:
+        answers = {name: Answer() for name in (*plain_requests(), *late)}
+        local.add(plain_requests())
+        for _ in range(3):
+            local.step(answers)
+        local.add(late)
+        while not local.scheduler.idle:
+            local.step(answers)
+        return answers
+
+
 def test_several_prompts_share_captured_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some that share no size join others that decode: the tokens of the same steps not captured."""
     kinds: list[int] = []
@@ -164,25 +193,27 @@ def test_several_prompts_share_captured_steps(checkpoint: Path, monkeypatch: pyt
         return forward(steps, batch, hidden_TH)
 
     monkeypatch.setattr(PromptSteps, "forward", counted)
-    late = {
-        f"late {i}": (
-            tuple((SEED + 7 * i + 3 * j) % 2000 for j in range(1 + 23 * i)),
-            SamplingParams(max_tokens=5, temperature=0.9 * (i % 2), seed=SEED + i),
-        )
-        for i in range(6)
-    }
-
-    def run(most: int) -> dict[str, Answer]:
-        with session(LocalExecutor(wish(checkpoint, most))) as local:
-            answers = {name: Answer() for name in (*plain_requests(), *late)}
-            local.add(plain_requests())
-            for _ in range(3):
-                local.step(answers)
-            local.add(late)
-            while not local.scheduler.idle:
-                local.step(answers)
-            return answers
-
-    eager, graphs = run(0), run(MOST)
+    late = late_requests()
+    eager, graphs = (joined_by(late, wish(checkpoint, most)) for most in (0, MOST))
     assert kinds[: len(kinds) // 2] == kinds[len(kinds) // 2 :] and max(kinds) > 1, "several shared a step"
+    assert {name: one.tokens for name, one in graphs.items()} == {name: one.tokens for name, one in eager.items()}, SEED
+
+
+@pytest.mark.parametrize("ahead", ["off", "on"])
+def test_prompts_beside_more_that_decode_are_two_captured_steps(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, ahead: str
+) -> None:
+    """More than a size of prompts has room for: the tokens of the same two steps not captured."""
+    monkeypatch.setattr(sizes, "PROMPT_DECODES", 2)
+    parts: list[int] = []
+    in_parts = StageRunner._in_parts
+
+    def counted(runner: StageRunner, plan: Plan, decoded: Plan, *rest: Any) -> torch.Tensor | Launched:
+        parts.append(len(decoded.work))
+        return in_parts(runner, plan, decoded, *rest)
+
+    monkeypatch.setattr(StageRunner, "_in_parts", counted)
+    late = late_requests()
+    eager, graphs = (joined_by(late, changed(wish(checkpoint, most), plan_ahead=ahead)) for most in (0, MOST))
+    assert parts[: len(parts) // 2] == parts[len(parts) // 2 :] and len(parts) >= 4 and min(parts) > 2, parts
     assert {name: one.tokens for name, one in graphs.items()} == {name: one.tokens for name, one in eager.items()}, SEED

@@ -72,6 +72,7 @@ def with_prompt_steps(
     own: StageRunner,
     recorder: Again,
     *,
+    decodes: tuple[int, ...] = DECODES,
     prompts: int = PROMPTS,
     captured: bool = True,
     poisoned: bool = True,
@@ -79,7 +80,7 @@ def with_prompt_steps(
     steps = PromptSteps(
         stage.model,
         own.cache,
-        decodes=DECODES,
+        decodes=decodes,
         rows=ROWS,
         prompts=prompts,
         captured=captured,
@@ -100,17 +101,17 @@ def poison(steps: PromptSteps) -> None:
     """From now on, whatever a step does not write to its static inputs is garbage when it runs."""
     plain = steps.takes
 
-    def takes(batch: ForwardBatch) -> bool:
+    def takes(plan: Plan) -> bool:
         steps._tokens_T.fill_(7)
         steps._positions_T.fill_(5)
         steps._kv_index_T.fill_(3)  # a row of a page that is in use
         for garbage in (steps._contexts_B, steps._slots_B, steps._pages_BP):
             garbage.fill_(1 << 30)
         for starts in steps._starts.values():
-            starts[DECODES[-1] + 1 :].fill_(1 << 30)
+            starts[steps._decodes[-1] + 1 :].fill_(1 << 30)
         if steps._hidden_TH is not None:
             steps._hidden_TH.fill_(float("nan"))
-        return plain(batch)
+        return plain(plan)
 
     steps.takes = takes  # type: ignore[method-assign]
 
@@ -312,12 +313,20 @@ def step_of(decodes: int, rows: tuple[int, ...], contexts: tuple[int, ...] | Non
     )
 
 
+def plan_of(decodes: int, rows: tuple[int, ...], contexts: tuple[int, ...] | None = None) -> Plan:
+    held = contexts or (0,) * len(rows)
+    prompts = (
+        Work(90 + i, start, many, False, False, 1) for i, (start, many) in enumerate(zip(held, rows, strict=True))
+    )
+    return Plan(0, (*(Work(rid, 3, 1, True, True, 1) for rid in range(decodes)), *prompts))
+
+
 @pytest.mark.parametrize(("decodes", "rows"), [(0, (70,)), (3, (500,)), (0, (70, 9)), (3, (9,) * 16), (64, (32,) * 16)])
 def test_a_replayed_step_costs_the_host_some_small_copies(decodes: int, rows: tuple[int, ...]) -> None:
     """Whatever the layers: they are not called. A prompt that is alone never has the kernels of several."""
     steps, passes = passing(captured=True)
     step = step_of(decodes, rows)
-    assert steps.takes(step)
+    assert steps.takes(plan_of(decodes, rows))
     with Launches() as launches:
         out_TH = steps.forward(step, None)
     assert out_TH.shape == (decodes + sum(rows), 8) and not passes.shared
@@ -354,7 +363,7 @@ def test_a_step_is_taken_where_there_is_room(
     decodes: int, rows: tuple[int, ...], contexts: tuple[int, ...] | None, taken: bool
 ) -> None:
     steps, _ = passing(captured=False)
-    assert steps.takes(step_of(decodes, rows, contexts)) == taken
+    assert steps.takes(plan_of(decodes, rows, contexts)) == taken
 
 
 @pytest.mark.parametrize("longest", [600, 300_000])
