@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import lcm
 
 from rocm_serve.errors import UserError
@@ -275,14 +276,9 @@ class _Table:
                 sizes = ", ".join(str(band.size) for band in bands)
                 raise UserError(f"{name}: FP8 parts of {sizes} rows; legal: multiples of the {block}-row scale block")
         scaled = tuple(tuple(Band(-(-b.size // block), b.split) for b in bands) for bands in dims[-2:])
+        blocks = cache(lambda sizes: (*sizes[:-2], *(-(-n // block) for n in sizes[-2:])))  # those of experts are alike
+        starts = cache(lambda rows: (*rows[:-2], *(n // block for n in rows[-2:])))
         scales = tuple(
-            Part(
-                scale_key(part.key),
-                (*part.source[:-2], *(-(-n // block) for n in part.source[-2:])),
-                part.bands,
-                (*part.start[:-2], *(n // block for n in part.start[-2:])),
-                part.at,
-            )
-            for part in parts
+            Part(scale_key(part.key), blocks(part.source), part.bands, starts(part.start), part.at) for part in parts
         )
         yield Param(scale_key(name), "float32", (*dims[:-2], *scaled), scales)
