@@ -9,7 +9,7 @@ import msgspec
 
 from rocm_serve.types import FinishReason, SamplingParams, TokenLogprob
 
-WIRE_VERSION = 11  # raised with every change of a struct below; both ends compare it before anything else
+WIRE_VERSION = 12  # raised with every change of a struct below; both ends compare it before anything else
 
 
 # --- server -> core -------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class EffectiveLimits(msgspec.Struct, frozen=True, array_like=True):
     graph_max_batch: int = 0  # decode batches up to this size are replayed as device graphs; 0: none are
     plan_ahead: bool = False  # a step is planned, and started, before the tokens of the one before it are known
     reasons: dict[str, str] = {}
-    by_reference: tuple[str, ...] = ()  # ops that run as their reference because a probe refused their kernel
+    by_reference: dict[str, str] = {}  # ops whose kernel a probe refused: what that costs, and why it was
 
 
 class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -237,7 +237,7 @@ class WorkerReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rank: int
     graph_max_batch: int = 0
     graphs: str = ""  # what was captured in what time and memory, or why nothing was
-    by_reference: tuple[str, ...] = ()  # ops that run as their reference because a probe refused their kernel
+    by_reference: dict[str, str] = {}  # ops whose kernel a probe refused: what that costs, and why it was
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -64,14 +64,9 @@ def ready_line(resolved: Resolved, limits: EffectiveLimits, url: str) -> str:
 
 
 def fallback_line(limits: EffectiveLimits) -> str | None:
-    """Name the ops that run as references because probes refused their kernels, and the cost; None: there are none."""
-    if not limits.by_reference:
-        return None
-    graphs = "" if limits.graph_max_batch else f"; no device graphs: {limits.reasons['graph_max_batch']}"
-    return (
-        f"warning: slow: {', '.join(limits.by_reference)} by reference in torch, as a probe refused the kernel"
-        f" (the log of the start says why){graphs}"
-    )
+    """Name the ops that run as references because probes refused their kernels, cost and reason; None: none does."""
+    said = "; ".join(f"op {op} {why}" for op, why in limits.by_reference.items())
+    return f"warning: {said}" if said else None
 
 
 def _experts(resolved: Resolved) -> str:

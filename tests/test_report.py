@@ -10,7 +10,9 @@ import pytest
 
 from rocm_serve.compose import say_ready
 from rocm_serve.config.schema import Resolved
+from rocm_serve.executor.binding import fallbacks
 from rocm_serve.messages import EffectiveLimits
+from rocm_serve.ops.bind import Binding
 from rocm_serve.platform.facts import Platform
 from rocm_serve.report import curl_line, fallback_line, limit_lines, ready_line, start_up_lines
 from tests.executor.wishes import resolved as wished
@@ -98,17 +100,19 @@ def test_the_ready_line_names_address_model_topology_and_limits() -> None:
 
 def test_what_makes_it_slow_is_said_beside_the_ready_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert fallback_line(LIMITS) is None
-    why = {"graph_max_batch": "moe_experts by reference reads the batch on the host"}
-    slow = msgspec.structs.replace(LIMITS, by_reference=("rms_norm", "moe_experts"), reasons=why)
+    report = [
+        Binding("rms_norm", "reference", (("hip", "failed its probe: 1 x 256: off"),), fell_back=True),
+        Binding("gdn_chunk", "reference", (("triton", "failed its probe: off"),), fell_back=True),
+    ]
+    slow = msgspec.structs.replace(LIMITS, by_reference=fallbacks(report, graphs=True))
     say_ready(resolved(), "http://127.0.0.1:99", slow)
     ready, said, curl = capsys.readouterr().out.splitlines()
     assert ready.startswith("ready: ") and curl.startswith("curl ")
-    assert said.startswith(
-        "warning: slow: rms_norm, moe_experts by reference in torch, as a probe refused the kernel ("
+    assert said == (
+        "warning: op rms_norm runs as its reference in torch (slow): hip failed its probe: 1 x 256: off;"
+        " op gdn_chunk runs as its reference in torch (slow, and no step with rows of a prompt is captured as a device"
+        " graph): triton failed its probe: off"
     )
-    assert said.endswith("; no device graphs: moe_experts by reference reads the batch on the host")
-    captured = fallback_line(msgspec.structs.replace(slow, graph_max_batch=8))
-    assert captured is not None and "device graphs" not in captured
     say_ready(resolved(), "http://127.0.0.1:99", LIMITS)
     assert len(capsys.readouterr().out.splitlines()) == 2
 

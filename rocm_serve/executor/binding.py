@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -19,6 +19,7 @@ from rocm_serve.models.qwen3_5.spec import ModelFacts
 from rocm_serve.ops.bind import REFERENCE, Binding, choose
 from rocm_serve.ops.contract import Op
 from rocm_serve.ops.facts import LinearShape, OpFacts
+from rocm_serve.ops.probe_cases import probe_cases
 from rocm_serve.ops.probe_child import Verdict
 from rocm_serve.parallel.board import Board, read
 from rocm_serve.parallel.layout import Param, shape_at
@@ -217,14 +218,24 @@ def _hear(board: Board, number: int, rank: int, moved: Callable[[], None]) -> _A
     return msgspec.json.decode(read(board, f"answer {number} {rank}", moved, ROUND_S), type=_Answer)
 
 
-def fallback_warnings(report: Iterable[Binding]) -> Iterator[str]:
-    """Say of every op whose kernel a probe refused, so that its reference runs, what that costs and why it is."""
+def of_called(report: Iterable[Binding], facts: OpFacts) -> tuple[Binding, ...]:
+    """Return the report in which no op fell back that this model never calls: a kernel that cannot be loaded there."""
+    return tuple(replace(line, fell_back=line.fell_back and bool(probe_cases(line.op, facts))) for line in report)
+
+
+def fallbacks(report: Iterable[Binding], *, graphs: bool) -> dict[str, str]:
+    """Say of every op whose kernel a probe refused, so that its reference runs, what that costs and why it is.
+
+    `graphs`: steps were to be captured.
+    """
+    said = {}
     for line in report:
         if line.fell_back:
-            lost = lost_by_reference(line.op)
+            lost = lost_by_reference(line.op) if graphs else None
             cost = f"slow, and {lost}" if lost else "slow"
             why = "; ".join(f"{name} {why}" for name, why in line.refused)
-            yield f"op {line.op} runs as its reference in torch ({cost}): {why}"
+            said[line.op] = f"runs as its reference in torch ({cost}): {why}"
+    return said
 
 
 def check_same(report: tuple[Binding, ...], activation: str, board: Board, moved: Callable[[], None]) -> None:

@@ -179,13 +179,18 @@ class DecodeSteps:
     def capture(self, moved: Callable[[int], None]) -> int:
         """Record the sizes that are to be captured, the largest first: smaller ones find room in its memory.
 
-        Returns the largest, 0 for none. `moved` is told each size that is done. Every rank of a stage calls it, for
-        recording runs the collectives.
+        Where none is, each runs once, so that its kernels are compiled before requests come. Returns the largest that
+        is captured, 0 for none. `moved` is told each size that is done. Every rank of a stage calls it: both run the
+        collectives.
         Errors: UserError where the device refuses.
         """
-        for size in reversed(self._captured):
+        for size in reversed(self._captured or self._sizes):
             at = self._at[size]
             self._fill(at, (), [])
+            if not self._captured:
+                self._forward(at)
+                moved(size)
+                continue
             try:
                 at.replay = self._recorder.record(partial(self._forward, at))
             except RuntimeError as error:

@@ -164,14 +164,19 @@ class DraftSteps:
     def capture(self, moved: Callable[[int], None]) -> int:
         """Record all steps, the largest first: smaller ones find room in its memory.
 
-        Returns the largest plain size, 0 where none is to be captured. `moved` is told each size that is done. Every
-        rank of a stage calls it, for recording runs the collectives.
+        Where steps are not captured each runs once, so that its kernels are compiled before requests come. Returns the
+        largest plain size, 0 where none is captured. `moved` is told each size that is done. Every rank of a stage
+        calls it: both run the collectives.
         Errors: UserError where the device refuses.
         """
-        if not self._captured:
-            return 0
         for at in sorted(self._at.values(), key=lambda at: at.rows, reverse=True):
             self._fill(at, (), [])
+            if not self._captured:
+                left = self._verify(at)
+                if self._drafter is not None:
+                    self._draft(at, left)
+                moved(at.size)
+                continue
             try:
                 at.verify = self._recorder.record(partial(self._verify, at))
                 if self._drafter is not None:
@@ -183,7 +188,7 @@ class DraftSteps:
                     f" {first}; --graph-max-batch 0 serves without"
                 ) from error
             moved(at.size)
-        return self._sizes[0][-1]
+        return self._sizes[0][-1] if self._captured else 0
 
     def _ahead(self, works: Sequence[Work]) -> int:
         """Return K where a work has anything to do with drafts, 0 for a plain step."""

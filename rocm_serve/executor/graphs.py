@@ -6,13 +6,12 @@ hosts, nothing that the host must know. executor/decode.py says what goes in and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 
 from rocm_serve.ops.bind import REFERENCE, Binding
-from rocm_serve.ops.contract import Provider
 from rocm_serve.parallel.comm import Comm
 from rocm_serve.parallel.exchange.contract import ExpertExchange
 
@@ -92,7 +91,7 @@ class DeviceGraphs:
 
 def refusal(report: Sequence[Binding], comm: Comm, exchanges: Iterable[ExpertExchange]) -> str | None:
     """Say why steps of these ops and collectives cannot be captured; None: they can. The same on every rank."""
-    walking = [line.op for line in report if line.provider == REFERENCE and _walks(line.op.rpartition(".")[2])]
+    walking = [line.op for line in report if line.provider == REFERENCE and _walks(_op(line))]
     if walking:
         return f"{', '.join(walking)} by reference reads the batch on the host"
     reasons = (comm.graph_refusal, *(exchange.graph_refusal for exchange in exchanges))
@@ -106,10 +105,15 @@ def lost_by_reference(op: str) -> str | None:
     return "no step with rows of a prompt is captured as a device graph" if op in _WITH_PROMPTS else None
 
 
-def prompt_refusal(providers: Mapping[str, Provider]) -> str | None:
+def prompt_refusal(report: Sequence[Binding]) -> str | None:
     """Say why steps with rows of a prompt cannot be captured; None: they can, where steps can be captured at all."""
-    others = [op for op in _WITH_PROMPTS if providers[op].name != "triton"]
+    others = [line.op for line in report if _op(line) in _WITH_PROMPTS and line.provider != "triton"]
     return f"{', '.join(others)}: only those by triton ask the host for nothing" if others else None
+
+
+def _op(line: Binding) -> str:
+    """Name the op, also where the line is of one layer: "layers.3.gdn_chunk"."""
+    return line.op.rpartition(".")[2]
 
 
 def _walks(op: str) -> bool:

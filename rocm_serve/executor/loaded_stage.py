@@ -14,6 +14,7 @@ from rocm_serve.config.ahead import in_effect
 from rocm_serve.config.graphs import AUTO_MOST, batch_sizes, prompt_sizes, verified_sizes
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor import graphs, memory
+from rocm_serve.executor.binding import fallbacks
 from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.device import dialect_of
 from rocm_serve.executor.draft_steps import DraftSteps
@@ -110,7 +111,7 @@ class LoadedStage:
         """Make the steps with rows of prompts, None where there are none. Sizes are the same without graphs."""
         resolved = self.resolved
         rows = prompt_sizes(memory.prompt_rows(resolved))
-        if not rows or graphs.prompt_refusal(self.ops.providers) is not None:
+        if not rows or graphs.prompt_refusal(self.ops.report) is not None:
             return None
         return PromptSteps(
             self.model,
@@ -179,10 +180,11 @@ class LoadedStage:
         Errors: UserError where the device refuses.
         """
         rank, asked = self.coord.rank, self.resolved.graph_max_batch
-        by_reference = tuple(line.op for line in self.ops.report if line.fell_back)
+        by_reference = fallbacks(self.ops.report, graphs=asked > 0)
         if runner.decode is None or not asked:
-            if runner.prompts is not None:
-                runner.prompts.capture(lambda rows: moved())  # runs them: nothing else compiles their kernels
+            for steps in (runner.decode, runner.prompts):
+                if steps is not None:
+                    steps.capture(lambda size: moved())  # runs them: nothing else compiles their kernels
             wished = self.resolved.reasons.get("graph_max_batch", "--graph-max-batch 0")
             why = self.graph_refusal or ("this program runs steps one by one" if asked else wished)
             return WorkerReady(rank, 0, why, by_reference)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from rocm_serve.config.experts import expert_plan
 from rocm_serve.config.load import environment
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor import memory, step_memory
-from rocm_serve.executor.binding import Wishes, check_same, fallback_warnings, op_facts, settle
+from rocm_serve.executor.binding import Wishes, check_same, fallbacks, of_called, op_facts, settle
 from rocm_serve.executor.device import MODEL_DTYPES, arch_of, device_of, dialect_of
 from rocm_serve.executor.experts import build_exchanges
 from rocm_serve.executor.loaded_stage import LoadedStage
@@ -150,12 +151,13 @@ def _bind(
         refused=refused,
         preferred=resolved.preferred,
     )
+    bound = replace(bound, report=of_called(bound.report, static))
     check_same(bound.report, bound.fp8_activation, shared, moved)
     if coord.rank == 0:
         for line in binding_lines(bound.report):
             log.info("%s", line)
-        for line in fallback_warnings(bound.report):
-            log.warning("%s", line)
+        for op, why in fallbacks(bound.report, graphs=resolved.graph_max_batch > 0).items():
+            log.warning("op %s %s", op, why)
     return bound
 
 

@@ -412,7 +412,7 @@ def with_graphs(
     ahead = in_effect(plan_ahead, least.graph_max_batch)
     if plan_ahead == "graphs" and not ahead:
         reasons["plan_ahead"] = "auto: no decode step is captured"
-    by_reference = tuple(dict.fromkeys(op for one in ready for op in one.by_reference))
+    by_reference = {op: why for one in ready for op, why in one.by_reference.items()}
     return msgspec.structs.replace(
         limits, graph_max_batch=least.graph_max_batch, plan_ahead=ahead, reasons=reasons, by_reference=by_reference
     )

@@ -13,7 +13,7 @@ import torch
 from rocm_serve.checkpoint.synthetic_configs import DIMS, model_config
 from rocm_serve.errors import UserError
 from rocm_serve.executor import binding
-from rocm_serve.executor.binding import Wishes, check_same, fallback_warnings, op_facts, settle
+from rocm_serve.executor.binding import Wishes, check_same, fallbacks, op_facts, settle
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, parse_config, stage_params
 from rocm_serve.ops import bind
 from rocm_serve.ops.bind import bind_ops, binding_lines
@@ -112,12 +112,15 @@ def test_a_reference_that_runs_because_a_probe_refused_the_kernel_is_warned_of_w
     report = bind_ops({"layers.1.silu_mul": "reference"}, "sm_90", table=OPS, refused=refused).report
     fell_back = {line.op for line in report if line.fell_back}
     assert fell_back == {"moe_experts", "fp8_linear"}, "what refuses this GPU of itself is no surprise"
-    assert sorted(fallback_warnings(report)) == [
-        "op fp8_linear runs as its reference in torch (slow, and no step is captured as a device graph):"
+    told = fallbacks(report, graphs=True)
+    assert told == {
+        "fp8_linear": "runs as its reference in torch (slow, and no step is captured as a device graph):"
         " scale_divided failed its probe: off",
-        "op moe_experts runs as its reference in torch (slow, and no step is captured as a device graph):"
+        "moe_experts": "runs as its reference in torch (slow, and no step is captured as a device graph):"
         " padding_left failed its probe: left; one_expert_less failed its probe: less",
-    ]
+    }
+    unasked = fallbacks(report, graphs=False)
+    assert unasked == {op: why.replace(", and no step is captured as a device graph", "") for op, why in told.items()}
 
 
 def test_where_the_reference_alone_is_bound_nothing_is_probed_or_said() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace as changed
 
 from rocm_serve.config.graphs import batch_sizes
 from rocm_serve.errors import UserError
@@ -193,6 +194,23 @@ def test_news_of_what_was_captured_goes_to_the_report(stage: LoadedStage, caplog
     assert len(moved) == len(batch_sizes(MOST))
     lines = [line for line in caplog.messages if "captured" in line]
     assert len(lines) == len(moved) + 1 and "rank 0: decode steps of 5 requests captured" in lines[0]
+
+
+@pytest.mark.parametrize("asked", [0, MOST])
+def test_steps_of_every_size_have_run_before_requests_come(
+    stage: LoadedStage, monkeypatch: pytest.MonkeyPatch, asked: int
+) -> None:
+    """Where no graphs are wished for too: what a step compiles would else compile while requests wait."""
+    part = replace(stage, resolved=changed(stage.resolved, graph_max_batch=asked))
+    plain = part.runner(num_pages=64, num_slots=8)
+    steps = part.decode_steps(plain.cache, plain.table, plain.sampler, 8, Recorded())
+    ran: list[int] = []
+    forward = DecodeSteps._forward
+    monkeypatch.setattr(DecodeSteps, "_forward", lambda own, at: ran.append(at.size) or forward(own, at))
+    moved: list[int] = []
+    ready = part.capture(replace(plain, decode=steps), lambda: moved.append(1))
+    sizes = batch_sizes(asked or 8)
+    assert ready.graph_max_batch == asked and set(ran) == set(sizes) and len(moved) == len(sizes)
 
 
 def test_warm_up_and_steps_of_news_alone_go_by_as_before(stage: LoadedStage) -> None:

@@ -15,7 +15,7 @@ from rocm_serve.config.graphs import batch_sizes, verified_sizes
 from rocm_serve.errors import UserError
 from rocm_serve.executor import memory
 from rocm_serve.executor.draft_inputs import Fields, blank
-from rocm_serve.executor.draft_steps import accepted_by
+from rocm_serve.executor.draft_steps import DraftSteps, accepted_by
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.runner import StageRunner
@@ -221,6 +221,24 @@ def test_news_of_what_was_captured_goes_to_the_report(stage: LoadedStage) -> Non
     assert ready.graph_max_batch == MOST
     assert ready.graphs.startswith("captured in ") and ready.graphs.endswith("; with drafts up to 5")
     assert len(moved) == len(batch_sizes(MOST)) + len(verified_sizes(MOST, 3))
+
+
+def test_steps_of_every_size_have_run_where_no_graphs_are_wished_for(
+    stage: LoadedStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = replace(stage, resolved=changed(stage.resolved, graph_max_batch=0))
+    plain = part.runner(num_pages=64, num_slots=8)
+    steps = part.draft_steps(plain.cache, plain.table, plain.sampler, 8, RecordedDrafts())
+    ran: list[tuple[int, int]] = []
+    draft = DraftSteps._draft
+    monkeypatch.setattr(
+        DraftSteps, "_draft", lambda own, at, left: ran.append((at.ahead, at.size)) or draft(own, at, left)
+    )
+    moved: list[int] = []
+    assert part.capture(replace(plain, decode=steps), lambda: moved.append(1)).graph_max_batch == 0
+    kinds = {0: batch_sizes(8), 3: verified_sizes(8, 3)}
+    assert set(ran) == {(ahead, size) for ahead, sizes in kinds.items() for size in sizes}
+    assert len(moved) == len(ran)
 
 
 def test_a_request_with_all_pages_that_a_request_can_have_fits_the_inputs() -> None:

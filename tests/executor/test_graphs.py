@@ -66,9 +66,16 @@ def test_exchanges_that_ask_the_host_are_a_reason() -> None:
 def test_what_a_reference_costs_is_what_is_refused(op: str) -> None:
     lost = lost_by_reference(op)
     steps = refusal(bound(**{op: "reference"}), SoloComm(), []) is not None
-    providers = {name: made.providers["reference" if name == op else "triton"] for name, made in OPS.items()}
     assert ("no step is captured" in (lost or "")) == steps
-    assert (lost is not None) == (steps or prompt_refusal(providers) is not None)
+    assert (lost is not None) == (steps or prompt_refusal(bound(**{op: "reference"})) is not None)
+
+
+@pytest.mark.parametrize("op", ["attention_prefill", "gdn_chunk", "causal_conv", "moe_experts"])
+def test_prompts_by_others_than_triton_are_not_captured_in_one_layer_too(op: str) -> None:
+    assert prompt_refusal(BY_TRITON) is None
+    for line in (Binding(f"layers.3.{op}", "reference", ()), Binding(f"layers.3.{op}", "aiter", ())):
+        said = prompt_refusal([*BY_TRITON, line])
+        assert said == f"layers.3.{op}: only those by triton ask the host for nothing"
 
 
 def test_an_op_that_is_new_is_a_reason_until_somebody_has_looked_at_its_reference() -> None:

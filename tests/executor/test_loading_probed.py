@@ -98,7 +98,20 @@ def test_a_kernel_that_its_probe_refuses_where_it_was_preferred_is_warned_of_and
         "op rms_norm runs as its reference in torch (slow): no_plus_one failed its probe: 1 x 256: rel"
     )
     ready = stage.capture(stage.runner(num_pages=9, num_slots=2), lambda: None)
-    assert ready.by_reference == ("rms_norm",)
+    assert ready.by_reference == {"rms_norm": said.removeprefix("op rms_norm ")}
+
+
+def test_an_op_that_the_model_never_calls_is_no_reason_for_a_warning(
+    checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = {"fp8_linear": "scale_divided", "linear": "turning"}
+    refused = dict.fromkeys(wish.items(), "failed its probe: cannot be loaded")
+    monkeypatch.setattr(loading, "settle", lambda *args: refused)
+    with caplog.at_level("WARNING"):
+        stage = load(checkpoints["text-bf16"], {}, preferred=wish)
+    assert [one.split()[1] for one in caplog.messages if one.startswith("op ")] == ["linear"]
+    ready = stage.capture(stage.runner(num_pages=9, num_slots=2), lambda: None)
+    assert list(ready.by_reference) == ["linear"]
 
 
 @pytest.mark.usefixtures("no_weights")

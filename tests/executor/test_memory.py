@@ -291,14 +291,14 @@ def test_graphs_of_steps_with_drafts_cost_their_rows_and_a_second_set_of_sizes(r
 def test_graphs_of_all_ranks_count_as_far_as_every_rank_has_them() -> None:
     limits = EffectiveLimits(256, 8, 64, 16, 100, 8, reasons={"num_slots": "memory"})
     ready = [
-        WorkerReady(0, 8, "captured in 1 s", ("kv_write",)),
-        WorkerReady(1, 0, "kv_write by reference", ("kv_write", "linear")),
+        WorkerReady(0, 8, "captured in 1 s", {"kv_write": "slow"}),
+        WorkerReady(1, 0, "kv_write by reference", {"kv_write": "slow", "linear": "too"}),
         WorkerReady(2, 8, "x"),
     ]
     found = memory.with_graphs(limits, ready)
     assert found.graph_max_batch == 0
     assert found.reasons == {"num_slots": "memory", "graph_max_batch": "kv_write by reference"}
-    assert found.by_reference == ("kv_write", "linear")
+    assert found.by_reference == {"kv_write": "slow", "linear": "too"}
     assert memory.with_graphs(limits, ready[:1]).graph_max_batch == 8
     assert memory.with_graphs(limits, ready[:1], "graphs").plan_ahead
     none = memory.with_graphs(limits, ready, "graphs")
