@@ -329,9 +329,9 @@ def whole_model(g: G) -> list[float]:
         with mock.patch.object(harness, "bind_ops", return_value=ops):
             run = harness.pipeline(harness.facts_of(hf), dict(hf.state_dict()))
         a, b, chunk = harness.text(1), harness.text(2), harness.Chunk
-        rows = [harness.prefill(run, a, tokens[:14], chunk=9)]
-        rows += run.step(chunk(a, tokens[14:15], recurrent=True), chunk(b, tokens[20:25]))
-        rows += run.step(chunk(a, tokens[15:18], recurrent=True), chunk(b, tokens[25:26], recurrent=True))
+        rows = [harness.prefill(run, a, tokens[:7], chunk=4)]
+        rows += run.step(chunk(a, tokens[7:8], recurrent=True), chunk(b, tokens[20:23]))
+        rows += run.step(chunk(a, tokens[8:11], recurrent=True), chunk(b, tokens[23:24], recurrent=True))
         logits.append(torch.cat(rows))
     return [error(logits[0], logits[1].double())]
 
