@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ WRONG = frozenset({3})
 PROTOCOL = Protocol(task="gsm8k-synth")
 PYTHON = os.environ.get("LM_EVAL_PYTHON", sys.executable)  # of an environment that has lm-eval
 ROOT = Path(__file__).parents[3]
+OWN_TASKS = Path(__file__).with_name("own_tasks.py")
 
 
 @dataclass
@@ -45,11 +47,12 @@ class Place:
 
     path: Path
     data: Path
+    python: str = PYTHON
 
     def gate(self, url: str, reference: Path, *more: str) -> tuple[int, str, dict[str, Any]]:
         """Run the command; return its exit code, what it printed and its result."""
         out = self.path / "out"
-        done = CliRunner().invoke(app, [*arguments(url, reference, self.data, out), *more])
+        done = CliRunner().invoke(app, [*arguments(url, reference, self.data, out, self.python), *more])
         assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
         newest = sorted(out.glob("run-*"))[-1]
         return done.exit_code, done.output, json.loads((newest / "result.json").read_text(encoding="utf-8"))
@@ -72,8 +75,8 @@ class Place:
         return self.write(reference.header, questions)
 
 
-def arguments(url: str, reference: Path, data: Path, out: Path) -> list[str]:
-    named = {"base-url": url, "reference": reference, "data": data, "out": out, "lm-eval-python": PYTHON}
+def arguments(url: str, reference: Path, data: Path, out: Path, python: str) -> list[str]:
+    named = {"base-url": url, "reference": reference, "data": data, "out": out, "lm-eval-python": python}
     flags = [word for name, value in named.items() for word in (f"--{name}", str(value))]
     return ["gsm8k", *flags, "--num-concurrent", "8"]
 
@@ -88,7 +91,11 @@ def lm_eval_is_here() -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
-    return Place(tmp_path, write_data(tmp_path / "data", N))
+    """Its lm-eval is the real one, but for its own tasks: `first` has these, too."""
+    quick = tmp_path / "python"
+    quick.write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} {shlex.quote(str(OWN_TASKS))} "$@"\n')
+    quick.chmod(0o755)
+    return Place(tmp_path, write_data(tmp_path / "data", N), str(quick))
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +204,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(place: Place, reference: Re
     path = place.against(reference, WRONG)
     out = place.path / "out"
     with Serving(Oracle(place.data, wrong=WRONG, delay_s=0.5)) as serving:
-        words = arguments(serving.url, path, place.data, out)
+        words = arguments(serving.url, path, place.data, out, place.python)
         command = [sys.executable, "-m", "rocm_serve", "gate", *words]
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         journal = out / "run-001" / "answers.jsonl"
