@@ -19,8 +19,8 @@ import torch
 
 from rocm_serve.ops.bind import OPS
 from rocm_serve.ops.fp8 import AMAX_FLOOR, BLOCK, FP8_DTYPES, fp8_max, multiply_1x128, quantise_rows
+from rocm_serve.ops.judging import bound_of, own_bound
 from rocm_serve.ops.moe_experts.reference import moe_experts
-from rocm_serve.ops.probe import BOUND, bound_of
 from rocm_serve.platform.facts import fp8_dialect
 from rocm_serve.platform.probe import gpus_seen_by_torch
 
@@ -143,9 +143,9 @@ def triton_lines(device: torch.device, dtype: torch.dtype, g: torch.Generator) -
     vars(linear)["dot_dtype"] = plain
     w13, s13 = _weight(device, dtype, g, 16, 512, 8192)
     w2, s2 = _weight(device, dtype, g, 16, 8192, 256)
-    told = {"activation": "fp8_1x128", "expert_fp8": True}
-    own = bound_of(OPS["moe_experts"].providers["triton"], gpus_seen_by_torch().arch, told)
-    for rows, most in ((1, BOUND), (37, BOUND), (200, BOUND), (300, own)):  # up to 256 gate and up meet rows as float16
+    told = {"dtype": "bfloat16", "activation": "fp8_1x128", "expert_fp8": True}
+    for rows in (1, 37, 200, 300):
+        most = bound_of(own_bound(OPS["moe_experts"].providers["triton"], gpus_seen_by_torch().arch, told, rows))
         ids = torch.stack([torch.randperm(16, generator=g)[:10] for _ in range(rows)]).to(device, torch.int32)
         weights = torch.rand(rows, 10, generator=g).to(device)
         call = (x[:rows], ids, weights, rows, w13, w2, s13, s2)

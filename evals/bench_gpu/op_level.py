@@ -114,7 +114,7 @@ def measure(bench: Bench, shape: str, make: Make, ceilings: Ceilings) -> OpRecor
         floor_us=least,
         ratio=least / best.median,
         error=error if isfinite(error) else NOT_FINITE,
-        right=error <= bench.limit(op),
+        right=error <= bench.limit(op, make.keywords["rows"]),
         distinct=case.distinct,
         peers=peers,
         peers_failed=failed,

@@ -34,6 +34,17 @@ class Tol:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class OwnBound(Tol):
+    """A provider's own, wider than that of all, where what is noisy leaves results as right as they were.
+
+    `exact`: the op in plain torch without that which is noisy. A result beyond the bound of all must be as far from it
+    as the reference is (ops/judging.py).
+    """
+
+    exact: OpFunction
+
+
 def lazy(module: str, function: str) -> Callable[[], OpFunction]:
     """Return a loader that imports `module` when it is called, not before."""
 
@@ -62,8 +73,8 @@ class Provider:
     `layout`. It may set attributes of its own on them: they stay on the tensors that the op is called with.
     `semantics` is plain torch for what the provider means to compute where that is not what the reference computes, and
     judges it in the reference's place: two ways of quantising rows differ by more than any kernel's error.
-    `bound` returns a bound of its own, with the reason, for an architecture and these facts (`activation`,
-    `expert_fp8`), or None: it is held to that of all providers.
+    `bound` returns a bound of its own, with the reason, for an architecture and these facts (`dtype`, `activation`,
+    `expert_fp8`, and the `rows` of a call), or None: it is held to that of all providers.
     """
 
     name: str
@@ -73,7 +84,7 @@ class Provider:
     prepare_weights: PrepareWeights | None = None
     layout: str = PLAIN
     semantics: OpFunction | None = None
-    bound: Callable[[str, Facts], Tol | None] = lambda arch, facts: None
+    bound: Callable[[str, Facts], OwnBound | None] = lambda arch, facts: None
     packages: tuple[str, ...] = ()  # distributions whose code it runs: their versions are part of a probe's cache key
 
     def __post_init__(self) -> None:

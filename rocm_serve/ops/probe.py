@@ -13,14 +13,14 @@ from types import MappingProxyType
 
 import torch
 
-from rocm_serve.ops.contract import Arguments, Facts, Op, OpFunction, Provider
+from rocm_serve.ops.contract import Arguments, Op, OpFunction, OwnBound, Provider
 from rocm_serve.ops.facts import OpFacts
+from rocm_serve.ops.judging import BOUND, JUDGED_ROWS, bound_of, not_as_right, own_bound
 from rocm_serve.ops.layouts import checked, prepared
 from rocm_serve.ops.probe_cases import probe_cases
 
-BOUND = 5e-3  # relative L2 over all rows: what kernels without a bound of their own are held to (docs/numerics.md)
 _OF_A_ROW = 4  # times as much in any one row: sparse wrong rows hide in the norm of thousands
-SAMPLED = 64  # rows that the reference of a sampled op computes
+SAMPLED = JUDGED_ROWS  # rows that the reference of a sampled op computes
 # Ops whose reference takes too long for all rows (it walks the experts one by one), and their arguments of rows. A
 # row's result depends on that row alone.
 _SAMPLED_OPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -58,12 +58,6 @@ class Refused(Exception):
     """The provider's results are not those of the op. The message says which call and how."""
 
 
-def bound_of(provider: Provider, arch: str, facts: Facts) -> float:
-    """Return the relative L2 over all rows that this provider may have on `arch`."""
-    own = provider.bound(arch, facts)
-    return BOUND if own is None else own.rel
-
-
 def probe(
     op: Op,
     provider: Provider,
@@ -79,26 +73,28 @@ def probe(
     """
     start, worst, calls = time.perf_counter(), 0.0, 0
     began("loading it")
-    function, bound = checked(op, provider, provider.load()), bound_of(provider, facts.arch, facts.mapping())
+    function, told = checked(op, provider, provider.load()), facts.mapping()
     for name, case in probe_cases(op.name, facts).items():
         began(name)
         g = torch.Generator(device).manual_seed(seed + calls)
         with torch.device(device):
             made = case(g, getattr(torch, facts.dtype))
         tp = facts.tp if op.name in _SAME_ON_ALL_RANKS else 1
-        worst = max(worst, _judge(op, provider, function, made, name, tp=tp, bound=bound))
+        own = own_bound(provider, facts.arch, told, _rows(made)) if op.name in _SAMPLED_OPS else None
+        worst = max(worst, _judge(op, provider, function, made, name, tp=tp, own=own))
         calls += 1
     return Passed(calls, worst, time.perf_counter() - start)
 
 
 @torch.inference_mode()
 def _judge(
-    op: Op, provider: Provider, function: OpFunction, made: Arguments, name: str, *, tp: int, bound: float
+    op: Op, provider: Provider, function: OpFunction, made: Arguments, name: str, *, tp: int, own: OwnBound | None
 ) -> float:
     """Return the relative L2 of one call. With `tp` above 1 a second call must give the same bits. Errors: Refused."""
     _zero_a_row(op, made)
     rows = _sample(op, made)
-    expected = _outputs(op, provider.semantics or op.reference, _of_rows(op, made | _clones(made, op.mutates), rows))
+    judged = _of_rows(op, made | _clones(made, op.mutates), rows)
+    expected = _outputs(op, provider.semantics or op.reference, judged)
     total = None if rows is None else _rows(made)
     given = made | _clones(made, op.mutates) | prepared(op, provider, _clones(made, op.weights))
     _poison(expected, total)
@@ -112,7 +108,7 @@ def _judge(
         got = [x[rows] for x in got]
     if len(got) != len(expected):
         raise Refused(f"{name}: returns {len(got)} tensors, not {len(expected)}")
-    return max((_compare(g, e, name, bound) for g, e in zip(got, expected, strict=True)), default=0.0)
+    return max((_compare(g, e, name, own, judged) for g, e in zip(got, expected, strict=True)), default=0.0)
 
 
 def _outputs(op: Op, function: OpFunction, arguments: Arguments) -> list[torch.Tensor]:
@@ -198,7 +194,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool((a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)).all())
 
 
-def _compare(got: torch.Tensor, expected: torch.Tensor, name: str, bound: float) -> float:
+def _compare(got: torch.Tensor, expected: torch.Tensor, name: str, own: OwnBound | None, made: Arguments) -> float:
+    bound = bound_of(own)
     if got.shape != expected.shape or got.dtype != expected.dtype:
         raise Refused(f"{name}: returns {got.dtype} {tuple(got.shape)}, not {expected.dtype} {tuple(expected.shape)}")
     g, e = got.double(), expected.double()
@@ -213,11 +210,14 @@ def _compare(got: torch.Tensor, expected: torch.Tensor, name: str, bound: float)
         raise Refused(f"{name}: relative L2 {error:.1e} to the reference; legal: up to {bound:g}")
     per_row = (g - e).view(len(g), -1).norm(dim=1), e.view(len(g), -1).norm(dim=1)
     ratio = torch.where(per_row[0] == 0, 0.0, per_row[0] / per_row[1].clamp_min(_LEAST))
-    if ratio.max().item() > _OF_A_ROW * bound:
+    worst = ratio.max().item()
+    if worst > _OF_A_ROW * bound:
         row, legal = int(ratio.argmax()), _OF_A_ROW * bound
-        raise Refused(
-            f"{name}: row {row} has relative L2 {ratio[row].item():.1e} to the reference; legal: up to {legal:g}"
-        )
+        raise Refused(f"{name}: row {row} has relative L2 {worst:.1e} to the reference; legal: up to {legal:g}")
+    if own is not None and (error > BOUND or worst > _OF_A_ROW * BOUND):
+        why = not_as_right(own, got, expected, made)
+        if why is not None:
+            raise Refused(f"{name}: relative L2 {error:.1e} to the reference, and {why}")
     return error
 
 

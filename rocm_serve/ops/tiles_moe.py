@@ -11,9 +11,9 @@ ALONE 1: of moe_experts/triton_alone.py, where UP_BK columns of UP_BN rows of ga
 ALONE 2: of triton_alone_blocks.py, by matrix instructions: COLUMNS blocks at once, as BITS; MADE: what gate and up make
 is quantised in a launch of its own. EARLY: the kernel after this one may come at once; down reads before it waits.
 
-On sm_90, FP8 instructions (4 warps and more) keep some 14 bits of a sum; what is quantised next then moves by a code
-now and then, 4e-3 to 8e-3 of the result on an H200. Two warps multiply as float16, whose sums are float32: only those
-are tried there for gate and up.
+On sm_90, FP8 instructions (4 warps and more) keep 12 to 13 bits of a sum; what is quantised next then moves by a code
+now and then (docs/numerics.md). Two warps multiply as float16, whose sums are float32: only those are tried there for
+gate and up of few rows, up to MOST_FEW_ROWS.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def moe_experts_tiles(shape: Shape, arch: str) -> list[Tile]:
     few, some, many = (1, 2, 2) if arch.startswith("gfx") else (3, 4, 6)  # stages
     exact: list[tuple[int, Part]]
     ups: list[tuple[int, Part]] = [(0, (128, 4, few, 1)), (1, (128, 4, some, 1)), (1, (128, 4, few, 2))]
-    inexact = shape["bits"] == 8 and has_following(arch)  # up to 8e-3 of the result on an H200
+    inexact = shape["bits"] == 8 and has_following(arch)  # FP8 instructions: codes of hidden rows move
     if rows <= 4:
         ups += [(splits, (128, 4, some, 1)) for splits in (2, 4)]
         exact = [(splits, (64, 2, many, 1)) for splits in (1, 2, 4)] + [(2, (128, 2, some, 1)), (4, (128, 2, some, 1))]

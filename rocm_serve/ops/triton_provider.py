@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
-from rocm_serve.ops.contract import Facts, Provider, Tol, lazy
+from rocm_serve.ops.contract import Facts, OwnBound, Provider, lazy
 
 GPUS = frozenset({"gfx*", "sm_*"})
 # Where Triton has instructions for e4m3: gfx942 in its own dialect, NVIDIA from sm_89 on.
@@ -21,7 +21,7 @@ def triton_provider(
     folder: str | None = None,
     archs: frozenset[str] = GPUS,
     limits: Callable[[Facts], str | None] = lambda facts: None,
-    bound: Callable[[str, Facts], Tol | None] = lambda arch, facts: None,
+    bound: Callable[[str, Facts], OwnBound | None] = lambda arch, facts: None,
 ) -> Provider:
     """Return the provider of `op` that is the function `op` of ops/`folder`/triton.py (`folder`: as the op).
 

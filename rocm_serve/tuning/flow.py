@@ -72,7 +72,8 @@ def tune_group(bench: Bench, group: Group, timer: Timer, deadline: float, patien
     """
     kernel, key = group.key
     made = [make(bench, point) for point in group.points]
-    limit = bench.limit(op_of(group.points[0]))
+    first = group.points[0]
+    limit = bench.limit(op_of(first), int(first.arguments["rows"]))
     tried: list[Tried] = []
     for tile, future in zip(group.tiles, group.compiled or [None] * len(group.tiles), strict=True):
         if tried and time.monotonic() > deadline:

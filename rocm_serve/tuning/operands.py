@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -13,10 +14,13 @@ import torch.nn.functional as F
 from rocm_serve.checkpoint.synthetic_configs import Dims
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import BoundOps
+from rocm_serve.ops.contract import Arguments, OwnBound
 from rocm_serve.ops.fp8 import FN
-from rocm_serve.ops.probe import bound_of
+from rocm_serve.ops.judging import BOUND, bound_of, not_as_right, own_bound
 from rocm_serve.platform.probe import gpus_seen_by_torch
 from rocm_serve.tuning import weights
+
+log = logging.getLogger(__name__)
 
 CYCLE_BYTES = 256 << 20  # more than four times the L2 of an H200, and MI300X's Infinity Cache
 SLOTS = 512  # a pool of states of which a batch takes random ones
@@ -52,10 +56,29 @@ class Bench:
         """Name the card that is here."""
         return gpus_seen_by_torch().arch or "cpu"
 
-    def limit(self, op: str) -> float:
+    def own_bound(self, op: str, rows: int) -> OwnBound | None:
+        """Return the bound that the op's provider has for a call of so many rows alone."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        facts = {"dtype": dtype, "activation": self.ops.fp8_activation, "expert_fp8": self.fp8 is not None}
+        return own_bound(self.ops.providers[op], self.arch, facts, rows)
+
+    def limit(self, op: str, rows: int) -> float:
         """Return the relative L2 to the reference, rows in bf16, that a call may have: the op's own if looser."""
-        facts = {"activation": self.ops.fp8_activation, "expert_fp8": self.fp8 is not None}
-        return max(bound_of(self.ops.providers[op], self.arch, facts), self.ops.table[op].tol["bfloat16"].rel)
+        return max(bound_of(self.own_bound(op, rows)), self.ops.table[op].tol["bfloat16"].rel)
+
+    def judged(self, op: str, rows: int, got: torch.Tensor, expected: torch.Tensor, made: Arguments) -> float:
+        """Return the relative L2 to the reference; infinite where the bound is the provider's own and it is less right.
+
+        `rows`: of the call; `made`: the arguments of those that are compared.
+        """
+        error, own = relative(got, expected), self.own_bound(op, rows)
+        if own is None or not BOUND < error <= own.rel:
+            return error
+        why = not_as_right(own, got, expected, made)
+        if why is None:
+            return error
+        log.warning("%s of %d rows: relative L2 %.1e to the reference, and %s", op, rows, error, why)
+        return float("inf")
 
     @property
     def small(self) -> bool:
@@ -98,10 +121,10 @@ class Bench:
         """Return the numbers below `count` in random order, on the host."""
         return list(range(count)) if self.hollow else self.order(count).tolist()
 
-    def sample(self, rows: int) -> list[int]:
+    def sample(self, rows: int, count: int = SAMPLED_ROWS) -> list[int]:
         """Choose rows that are held against the reference: the first, the last, some between."""
-        picked = self.deck(rows)[:SAMPLED_ROWS]
-        return sorted({0, rows - 1, *picked})[: SAMPLED_ROWS + 2]
+        picked = self.deck(rows)[:count]
+        return sorted({0, rows - 1, *picked})
 
     @cached_property
     def experts(self) -> list[dict[str, torch.Tensor]]:

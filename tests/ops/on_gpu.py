@@ -21,11 +21,11 @@ import torch
 from rocm_serve.ops import fp8
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import OPS
-from rocm_serve.ops.contract import Arguments, Facts, Op
-from rocm_serve.ops.probe import bound_of
-from rocm_serve.ops.tiles_moe import MOST_FEW_ROWS
+from rocm_serve.ops.contract import Arguments, Facts, Op, OwnBound
+from rocm_serve.ops.judging import BOUND, bound_of, not_as_right, own_bound
 from rocm_serve.platform.probe import gpus_seen_by_torch
 from tests.ops.poison import poison_, poisoned
+from tests.ops.test_references import error
 
 SEED_VARIABLE = "ROCM_SERVE_TEST_SEED"
 SEED = int(os.environ.get(SEED_VARIABLE) or secrets.randbits(31))
@@ -81,17 +81,29 @@ def limit(op: Op, provider: str, made: Arguments, dtype: torch.dtype) -> float:
     """Bfloat16: the project's bound. float32: both sides lie within the op's tolerance of the exact result."""
     tol = op.tol[str(dtype).removeprefix("torch.")].rel
     usual = 2 * tol if dtype == torch.float32 else min(BF16_LIMIT, 2 * tol)
-    bound = bound_for(op, provider, made)
-    return bound if bound > BF16_LIMIT else usual
+    own = own_bound_here(op, provider, made)
+    return usual if own is None else own.rel
 
 
-def bound_for(op: Op, provider: str, made: Arguments) -> float:
-    """Return the provider's bound on this GPU; the experts' own not for few rows, which meet gate and up as float16."""
-    x = made.get("x_TH")
-    if isinstance(x, torch.Tensor) and len(x) <= MOST_FEW_ROWS:
-        return BF16_LIMIT
-    told = {"activation": made.get("activation"), "expert_fp8": made.get("w13_scale") is not None}
-    return bound_of(op.providers[provider], arch(), told)
+def own_bound_here(op: Op, provider: str, made: Arguments) -> OwnBound | None:
+    """Return the bound that the provider has for itself on this GPU."""
+    rows, dtype = made.get("x_TH"), made.get("out_dtype")
+    if not isinstance(rows, torch.Tensor):
+        return None
+    told = {
+        "dtype": str(dtype or rows.dtype).removeprefix("torch."),
+        "activation": made.get("activation"),
+        "expert_fp8": made.get("w13_scale") is not None,
+    }
+    return own_bound(op.providers[provider], arch(), told, len(rows))
+
+
+def why_wrong(op: str, got: torch.Tensor, expected: torch.Tensor, made: Arguments) -> str | None:
+    """Say why what Triton returns is not right, as the probe would; None: it is."""
+    own, found = own_bound_here(OPS[op], "triton", made), error(got.float(), expected.double())
+    if found > bound_of(own):
+        return f"{op}: relative L2 {found:.2e} > {bound_of(own):.1e}"
+    return None if own is None or found <= BOUND else not_as_right(own, got, expected, made)
 
 
 def moved(x: Any) -> Any:

@@ -1,12 +1,11 @@
-"""Products of FP8 numbers as NVIDIA's matrix instructions sum them, in fewer bits than fp32 has; what judges them."""
+"""Products of FP8 numbers as sm_90's matrix instructions sum them, in fewer bits than fp32 has."""
 
 from __future__ import annotations
 
 import torch
 
-from rocm_serve.ops.contract import Arguments
-from rocm_serve.ops.fp8 import BLOCK, dequantise, quantise_rows, widened
-from rocm_serve.ops.moe_experts.reference import Multiply, experts
+from rocm_serve.ops.fp8 import BLOCK, quantise_rows, widened
+from rocm_serve.ops.moe_experts.reference import Multiply
 
 AT_ONCE = 32  # products that one instruction adds to a sum
 
@@ -23,19 +22,6 @@ def short_sums(bits: int) -> Multiply:
         return total
 
     return multiply
-
-
-def hidden_rows_unquantised(made: Arguments) -> torch.Tensor:
-    """Compute the experts of a call with FP8 rows, but with hidden rows as they are: fp32.
-
-    What is quantised is as far from it whatever codes last bits choose, so it tells what is right from what is near.
-    """
-    x, w13 = made["x_TH"], made["w13_EIH"]
-    assert isinstance(x, torch.Tensor) and isinstance(w13, torch.Tensor) and made["x_scale"] is None
-    q, s = quantise_rows(x, w13.dtype)
-    given = {name: value for name, value in made.items() if name != "activation"}
-    given |= {"x_TH": q, "x_scale": s, "out_dtype": torch.float32}
-    return experts(**given, multiply=lambda x_TK, w_NK, scale: x_TK @ dequantise(w_NK, scale).T)  # type: ignore[arg-type]
 
 
 def _block(q_TK: torch.Tensor, w_NK: torch.Tensor, bits: int) -> torch.Tensor:

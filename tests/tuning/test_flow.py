@@ -8,13 +8,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
 
+import msgspec
 import pytest
 import torch
 
 from rocm_serve.ops import tiles
 from rocm_serve.tuning import flow
 from rocm_serve.tuning.bench import bench_of
-from rocm_serve.tuning.cases import Case
+from rocm_serve.tuning.cases import Case, experts
 from rocm_serve.tuning.flow import Group, groups_of, tune_group
 from rocm_serve.tuning.operands import Bench, relative, worst_piece
 from rocm_serve.tuning.outcome import words
@@ -96,21 +97,51 @@ def test_the_fastest_right_tile_wins_over_the_rule(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "provider", "activation", "limit"),
+    ("arch", "provider", "activation", "rows", "limit"),
     [
-        ("sm_90", "triton", "fp8_1x128", 1.5e-2),
-        ("sm_90", "triton", "bf16", 5e-3),
-        ("sm_90", "reference", "fp8_1x128", 5e-3),
-        ("gfx942", "triton", "fp8_1x128", 5e-3),
+        ("sm_90", "triton", "fp8_1x128", 257, 1.8e-2),
+        ("sm_90", "triton", "fp8_1x128", 256, 5e-3),
+        ("sm_90", "triton", "bf16", 257, 5e-3),
+        ("sm_90", "reference", "fp8_1x128", 257, 5e-3),
+        ("sm_100", "triton", "fp8_1x128", 257, 5e-3),
+        ("gfx942", "triton", "fp8_1x128", 257, 5e-3),
     ],
 )
-def test_a_tile_is_held_to_the_bound_of_its_provider(arch: str, provider: str, activation: str, limit: float) -> None:
-    bench = bench_of(_wish(), torch.device("cpu"))
+def test_a_tile_is_held_to_the_bound_of_its_provider(
+    arch: str, provider: str, activation: str, rows: int, limit: float
+) -> None:
+    bench = _bench_as(arch, provider, activation)
+    assert bench.limit("moe_experts", rows) == limit
+    assert bench.limit("gdn_step", rows) == 8e-3, "that of the op, which is looser"
+
+
+def _bench_as(arch: str, provider: str, activation: str = "fp8_1x128") -> Bench:
+    """Return a bench whose experts are said to be of this provider on this card; the reference computes them."""
+    bench = bench_of(msgspec.structs.replace(_wish(), dtype="bfloat16"), torch.device("cpu"))
     bench.__dict__["arch"] = arch
     chosen = bench.ops.table["moe_experts"].providers[provider]
     bench.ops = replace(bench.ops, providers={**bench.ops.providers, "moe_experts": chosen}, fp8_activation=activation)
-    assert bench.limit("moe_experts") == limit
-    assert bench.limit("gdn_step") == 8e-3, "that of the op, which is looser"
+    return bench
+
+
+@pytest.mark.parametrize(("arch", "rows"), [("sm_90", 300), ("sm_90", 40), ("gfx950", 300)])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_tile_that_is_within_the_bound_of_its_provider_but_less_right_is_wrong(
+    arch: str, rows: int, cut: bool
+) -> None:
+    bench = _bench_as(arch, "triton")
+    off = 1.0
+    right = bench.ops.moe_experts
+    object.__setattr__(bench.ops, "moe_experts", lambda *given, **more: right(*given, **more) * off)
+    case = experts(bench, rows)
+    check = case.check_cut if cut else case.check
+    assert check is not None and check() == 0.0
+    off = 1.01
+    error = check()
+    if (arch, rows) == ("sm_90", 300):
+        assert error == float("inf"), "near enough for the bound, but not as right"
+    else:
+        assert bench.limit("moe_experts", rows) < error < 1.2e-2, "the bound of all refuses it"
 
 
 def test_where_the_rule_is_best_it_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ def fp8_linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, scale: torch.Tensor,
 
     Shapes: x [T, K], weight FP8 [N, K], scale fp32 [ceil(N / 128), ceil(K / 128)] -> [T, N], dtype of x.
     Errors: ValueError for an activation other than "bf16" and "fp8_1x128".
-    Numerics: as the reference. For many rows tuning may choose FP8 instructions on sm_90, which keep some 14 bits of a
-    sum of 128 products (docs/numerics.md); by rule rows meet the weight as bf16 there.
+    Numerics: as the reference. For many rows tuning may choose FP8 instructions on sm_90, which keep 12 to 13 bits
+    of a sum (docs/numerics.md); by rule rows meet the weight as bf16 there.
     """
     if activation not in ("bf16", "fp8_1x128"):
         raise ValueError(f"fp8_linear knows the activations bf16 and fp8_1x128, not {activation!r}")

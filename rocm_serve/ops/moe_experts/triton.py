@@ -42,8 +42,9 @@ def moe_experts(
     With `x_scale` [T, H / 128] the rows are quantised already.
     Errors: ValueError as the reference.
     Numerics: as the reference, but for "bf16" rows the hidden activation is rounded to bf16 once more. Sums run in the
-    order of the k choices, so a row's bits depend on that row and the tile alone. Few FP8 rows may be multiplied as FP8
-    everywhere: sm_90's matrix instructions keep some 14 bits of a sum of 128 products (docs/numerics.md).
+    order of the k choices, so a row's bits depend on that row and the tile alone. FP8 rows are multiplied as FP8,
+    few of them as float16 with gate and up on sm_90: its FP8 instructions keep 12 to 13 bits of a sum
+    (docs/numerics.md).
     """
     if activation not in ("bf16", "fp8_1x128"):
         raise ValueError(f"moe_experts knows the activations bf16 and fp8_1x128, not {activation!r}")

@@ -171,11 +171,11 @@ def test_an_op_that_leaves_rows_unwritten_is_called_wrong() -> None:
 
 
 def test_another_librarys_kernel_may_fail_and_is_named() -> None:
-    def make(bench: Bench) -> cases.Case:
-        case = cases.norms(bench, 4, residual=False)
+    def make(bench: Bench, rows: int) -> cases.Case:
+        case = cases.norms(bench, rows, residual=False)
         return replace(case, peers={"good": case.calls, "bad": [lambda: 1 / 0]})
 
-    found = op_level.measure(_bench(), "tiny", make, Ceilings())
+    found = op_level.measure(_bench(), "tiny", partial(make, rows=4), Ceilings())
     assert list(found.peers) == ["good"] and found.right
     assert found.peers_failed == {"bad": "ZeroDivisionError: division by zero"}
 

@@ -11,7 +11,7 @@ import torch
 
 from rocm_serve.ops.bind import OPS
 from rocm_serve.ops.fp8 import FN, FNUZ
-from rocm_serve.ops.probe import BOUND as LEGAL
+from rocm_serve.ops.judging import BOUND as LEGAL
 from rocm_serve.ops.probe import Refused, probe
 from tests.ops.aiter_standin import behaviour, matrices
 from tests.ops.aiter_standin.conftest import Install
