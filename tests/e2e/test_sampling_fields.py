@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from rocm_serve.checkpoint.synthetic import make_checkpoint
 from rocm_serve.tokens.tokenizer import Tokenizer
 from tests.e2e import hf
 from tests.e2e.harness import Scored, Server
@@ -122,13 +123,19 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoints: dict[str, Path]) -> hf.Reference:
-    return hf.load(checkpoints["dense"])
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prompt and the wrong laws are chosen for its weights."""
+    return make_checkpoint(tmp_path_factory.mktemp("sampling") / "dense", "dense", "bf16", seed=7, layers=4)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(checkpoints: dict[str, Path]) -> Tokenizer:
-    return Tokenizer.from_dir(checkpoints["dense"])
+def reference(model: Path) -> hf.Reference:
+    return hf.load(model)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer.from_dir(model)
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +167,15 @@ def stop(greedy: list[int], tokenizer: Tokenizer) -> tuple[str, int]:
 
 
 @pytest.fixture(scope="module")
-def ends(checkpoints: dict[str, Path]) -> list[int]:
-    ids: list[int] = json.loads((checkpoints["dense"] / "generation_config.json").read_text())["eos_token_id"]
+def ends(model: Path) -> list[int]:
+    ids: list[int] = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
     assert len(ids) == 2
     return ids
 
 
 @pytest.fixture(scope="module")
 def answers(
-    checkpoints: dict[str, Path],
+    model: Path,
     tmp_path_factory: pytest.TempPathFactory,
     greedy: list[int],
     best_two: tuple[int, int, float],
@@ -177,7 +184,7 @@ def answers(
 ) -> Iterator[dict[str, list[Future[Json]]]]:
     """The answers to every request of this file, by name."""
     bodies = {name: case.bodies() for name, case in CASES.items()} | known_bodies(greedy, best_two, stop[0], ends)
-    with Server(checkpoints["dense"], tmp_path_factory.mktemp("fields"), ["--max-model-len", "256"]) as server:
+    with Server(model, tmp_path_factory.mktemp("fields"), ["--max-model-len", "256"]) as server:
         asked = [(name, body) for name, of_name in bodies.items() for body in of_name]
         found: dict[str, list[Future[Json]]] = {name: [] for name in bodies}
         for (name, _), answer in zip(asked, all_at_once(server, [body for _, body in asked]), strict=True):
