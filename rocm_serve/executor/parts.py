@@ -8,6 +8,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 from torch import Tensor
 
+from rocm_serve.config import graphs as sizes
 from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.prompt_steps import PromptSteps
@@ -19,11 +20,14 @@ def parts_of(
 ) -> tuple[Plan, Plan] | None:
     """Return the plans of decoding works and of prompts, without news of requests; None where it is not in parts.
 
-    Plan and sizes alone decide, so every rank of every stage says the same, with graphs and without.
+    Plan and sizes alone decide, so every rank of a stage says the same, with graphs and without; edges do not depend
+    on it.
     """
     works = plan.work
     count = sum([work.recurrent for work in works])  # they come first
     if decode is None or prompts is None or not 0 < count < len(works) or prompts.takes(plan):
+        return None
+    if isinstance(decode, DecodeSteps) and not sizes.BESIDE_MANY:
         return None
     decoded = replace(plan, work=works[:count], new=(), released=())
     prompted = replace(plan, work=works[count:], new=(), released=())

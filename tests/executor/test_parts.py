@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace as changed
 
+from rocm_serve.config import graphs as sizes
 from rocm_serve.diagnostics.experts.counts import read_counts
 from rocm_serve.executor import runner as runner_module
 from rocm_serve.executor.launched import Launched, joined
@@ -79,6 +80,7 @@ def note_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         return left
 
     monkeypatch.setattr(StageRunner, "_in_parts", in_parts)
+    monkeypatch.setattr(sizes, "BESIDE_MANY", True)
 
 
 def drafting(drafts: int, pp: int = 1, tp: int = 1) -> Any:
@@ -222,6 +224,17 @@ def test_a_plan_is_in_parts_where_both_have_a_size_and_the_whole_has_none(
     else:
         assert parts == (Plan(4, works[:count], reads=2), Plan(4, works[count:], reads=2))
     assert parts_of(plan, None, runner.prompts) is None and parts_of(plan, runner.decode, None) is None
+
+
+@pytest.mark.parametrize("wished", [True, False])
+def test_without_drafts_no_plan_is_in_parts_unless_that_is_switched_on(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, wished: bool
+) -> None:
+    monkeypatch.setattr(sizes, "BESIDE_MANY", wished)
+    stage = load_stage_model(ahead(checkpoint, 1, 1, "off", None), Mesh(1, 1).coord(0), SoloComm())
+    runner = fixed(stage, stage.runner(num_pages=64, num_slots=8), Replayed())
+    plan = Plan(4, (*(Work(rid, 3, 1, True, True, rid) for rid in range(1, 6)), prompt(9)))
+    assert (parts_of(plan, runner.decode, runner.prompts) is not None) == wished
 
 
 def ahead(checkpoint: Path, pp: int, tp: int, how: str, counts: str | None) -> Any:
