@@ -76,5 +76,12 @@ def tracing(folder: str | None, name: str) -> Iterator[Callable[[StepTrace | Sta
 
 
 def read_trace(path: Path, kind: type[Step]) -> list[Step]:
-    """Read back one file."""
-    return [msgspec.json.decode(line, type=kind) for line in path.read_bytes().splitlines()]
+    """Read back the whole lines of one file.
+
+    A last line without an end, as a process that was killed leaves it, is left out and told in the log.
+    Errors: msgspec.DecodeError for any other line that is no step.
+    """
+    *lines, cut = path.read_bytes().split(b"\n")
+    if cut:
+        log.warning("%s: the last line was cut after %d bytes and is left out", path, len(cut))
+    return [msgspec.json.decode(line, type=kind) for line in lines]
