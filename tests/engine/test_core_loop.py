@@ -6,7 +6,18 @@ import pytest
 import zmq
 
 from rocm_serve.engine.core import EngineCore
-from rocm_serve.messages import CoreStopped, Drain, EffectiveLimits, FromCore, Outputs, Stats, StepResult, ToCore
+from rocm_serve.executor.api import ExecutorFailed
+from rocm_serve.messages import (
+    CoreFailed,
+    CoreStopped,
+    Drain,
+    EffectiveLimits,
+    FromCore,
+    Outputs,
+    Stats,
+    StepResult,
+    ToCore,
+)
 from rocm_serve.types import FinishReason
 from tests.engine.simulation import Drafter, FakeExecutor, make_limits, make_request
 
@@ -76,6 +87,16 @@ def test_our_own_mistake_fails_the_requests_and_is_raised() -> None:
     outputs, failed = link.sent[-2:]
     assert isinstance(outputs, Outputs) and outputs.outputs[0].finish_reason is FinishReason.ERROR
     assert "ZeroDivisionError: planted" in str(failed)
+
+
+def test_a_worker_that_dies_while_nothing_runs_ends_the_loop_with_its_sentence() -> None:
+    class Sick(FakeExecutor):
+        def poll(self, timeout_s: float, wake: zmq.Socket[bytes] | None = None) -> None:
+            raise ExecutorFailed("rank 3 died without a word")
+
+    link = Inbox([], [Drain()])
+    assert EngineCore(Sick(LIMITS), link).run() == 1
+    assert link.sent[-1] == CoreFailed("rank 3 died without a word")
 
 
 class Priced(FakeExecutor):

@@ -1,28 +1,15 @@
-"""Plant one fault of drafting at a time in the engine, in this process: the tests beside this file must see it.
-
-A faulty module takes the place of the good one in these tests, which are then called as functions.
-"""
+"""Plant one fault of drafting at a time in the engine: the tests beside this file must see it."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Iterator
 
 import pytest
 
-import rocm_serve.engine
-from tests.engine import driver, test_core_loop, test_drafting, test_scheduler_drafting, test_scheduler_scenarios
+from tests.engine import test_core_loop, test_drafting, test_scheduler_drafting
 from tests.engine.driver import drive
+from tests.engine.planting import ENGINE, STORIES, Judge, calls_of, cases, must_be_seen, planted
 from tests.engine.test_scheduler import judge_answers
-
-ENGINE = Path(rocm_serve.engine.__file__).parent
-NAMES = {"request.py": "Request", "scheduler.py": "Scheduler", "drafting.py": "DraftPolicy", "core.py": "EngineCore"}
-USERS = (driver, test_core_loop, test_drafting, test_scheduler_drafting, test_scheduler_scenarios)
-STORIES = 300
 
 # file -> (as it is, with the fault, what the fault is)
 FAULTS = {
@@ -97,7 +84,6 @@ FAULTS = {
         ("self._policy.speeds() if self._policy is not None else ()", "", "speeds not told"),
     ],
 }
-CASES = [(file, *fault) for file, faults in FAULTS.items() for fault in faults]
 
 
 def crowded_stories() -> None:
@@ -106,65 +92,19 @@ def crowded_stories() -> None:
         judge_answers(story, drive(story))
 
 
-def made_up(name: str) -> bool:
-    """Whether a test makes up stories of its own: other ones each time, and slow to fail."""
-    return "replays_identically" in name or "rare_states" in name
-
-
-def calls_of(module: ModuleType) -> Iterator[Callable[[], None]]:
-    """Yield the tests of a module as calls, one for each set of arguments."""
-    for name, test in list(vars(module).items()):
-        if not name.startswith("test_") or made_up(name) or not callable(test):
-            continue
-        calls: list[Callable[[], None]] = [test]
-        for mark in getattr(test, "pytestmark", []):
-            names = (mark.args[0],) if isinstance(mark.args[0], str) else mark.args[0]
-            values = [value if len(names) > 1 else (value,) for value in mark.args[1]]
-            calls = [partial(call, **dict(zip(names, value, strict=True))) for call in calls for value in values]
-        yield from calls
-
-
-def judges(file: str) -> Iterator[Callable[[], None]]:
+def judges(file: str) -> Iterator[Judge]:
     if file in ("scheduler.py", "request.py"):
         yield from calls_of(test_scheduler_drafting)
         yield crowded_stories
     yield from calls_of(test_drafting if file == "drafting.py" else test_core_loop)
 
 
-@contextmanager
-def planted(file: str, old: str, new: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run the modules from the faulty one upwards anew, each with the one below it."""
-    files = list(NAMES)
-    first = files.index(file) if file != "drafting.py" else 2
-    for one in files[first:]:
-        if file in ("request.py", "scheduler.py") and one == "drafting.py":
-            continue
-        text = (ENGINE / one).read_text()
-        if one == file:
-            assert text.count(old) == 1, f"{file} has changed: plant {old!r} anew"
-            text = text.replace(old, new)
-        name = f"rocm_serve.engine.{one[:-3]}"
-        module = ModuleType(name)
-        patch.setitem(sys.modules, name, module)
-        exec(compile(text, f"{one} with a fault", "exec"), vars(module))
-        for user in USERS:
-            if hasattr(user, NAMES[one]):
-                patch.setattr(user, NAMES[one], getattr(module, NAMES[one]))
-    yield
-
-
-@pytest.mark.parametrize(("file", "old", "new", "what"), CASES, ids=[case[3].replace(" ", "-") for case in CASES])
+@cases(FAULTS)
 def test_a_planted_fault_of_drafting_is_seen(
     file: str, old: str, new: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with planted(file, old, new, monkeypatch):
-        for judge in judges(file):
-            try:
-                judge()
-            except (Exception, pytest.fail.Exception) as seen:
-                print(f"{what}: {judge} says {type(seen).__name__}: {seen}"[:600])
-                return
-    raise AssertionError(f"no test sees: {what}")
+        must_be_seen(what, judges(file))
 
 
 @pytest.mark.parametrize("file", ["request.py", "drafting.py"])

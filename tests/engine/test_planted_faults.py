@@ -1,20 +1,15 @@
-"""Plant one fault at a time in a copy of the engine; the tests beside this file must see it."""
+"""Plant one fault at a time in the engine; the tests beside this file must see it."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SCHEDULER = ("test_scheduler_scenarios.py", "test_plan_ahead.py", "test_scheduler.py")
-CORE = ("test_core_loop.py", "test_core.py")
-TESTS = {"core.py": CORE, "client.py": CORE}
+from tests.engine import test_client, test_core_loop, test_plan_ahead, test_scheduler_scenarios
+from tests.engine.driver import drive
+from tests.engine.planting import ENGINE, STORIES, Judge, calls_of, cases, must_be_seen, planted
+from tests.engine.test_scheduler import crowded_story, judge_answers
 
 # file -> (as it is, with the fault, what the fault is)
 FAULTS = {
@@ -105,43 +100,36 @@ FAULTS = {
     ],
 }
 
-CASES = [(file, *fault) for file, faults in FAULTS.items() for fault in faults]
+
+def crowded_stories() -> None:
+    for seed in range(STORIES):
+        for ahead in (False, True):
+            story = crowded_story(seed, ahead)
+            judge_answers(story, drive(story))
 
 
-def copy_of_engine(root: Path) -> Path:
-    """Copy what these tests import, compiled files too; return the engine's folder."""
-    leave = shutil.ignore_patterns("*.pyc.*", "test_planted_faults.py")  # the former: files that are being written
-    shutil.copytree(ROOT / "rocm_serve", root / "rocm_serve", ignore=leave)
-    shutil.copytree(ROOT / "tests" / "engine", root / "tests" / "engine", ignore=leave)
-    return root / "rocm_serve" / "engine"
+def judges(file: str) -> Iterator[Judge]:
+    if file == "client.py":
+        yield from calls_of(test_client)
+        return
+    if file == "core.py":
+        yield from calls_of(test_core_loop)
+        return
+    yield from calls_of(test_scheduler_scenarios)
+    yield from calls_of(test_plan_ahead)
+    yield crowded_stories
 
 
-def run_tests(root: Path, files: tuple[str, ...]) -> tuple[int, str]:
-    """Return pytest's exit code (0 all passed, 1 a test failed) and the end of what it printed."""
-    options = ["-x", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    # A base folder of its own: forty runs side by side would number, and clear away, each other's.
-    alone = ["-c", os.devnull, "--rootdir", str(root), f"--basetemp={tempfile.mkdtemp(prefix='planted')}"]
-    paths = [str(root / "tests" / "engine" / file) for file in files]
-    env = {**os.environ, "PYTHONPATH": str(root), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # half of a run is its start
-    command = [sys.executable, "-m", "pytest", *options, *alone, *paths]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=240, check=False)
-    shutil.rmtree(alone[-1].partition("=")[2], ignore_errors=True)
-    return done.returncode, done.stdout[-4000:] + done.stderr[-1000:]
+@cases(FAULTS)
+def test_a_planted_fault_is_seen(file: str, old: str, new: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with planted(file, old, new, monkeypatch):
+        must_be_seen(what, judges(file))
 
 
-@pytest.mark.slow
-def test_the_copy_passes_without_a_fault(tmp_path: Path) -> None:
-    copy_of_engine(tmp_path)
-    code, printed = run_tests(tmp_path, (*SCHEDULER[:2], *CORE))
-    assert code == 0, printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("file", "old", "new", "what"), CASES, ids=[case[3].replace(" ", "-") for case in CASES])
-def test_a_planted_fault_is_seen(file: str, old: str, new: str, what: str, tmp_path: Path) -> None:
-    path = copy_of_engine(tmp_path) / file
-    text = path.read_text()
-    assert text.count(old) == 1, f"{file} has changed: plant {what!r} anew"
-    path.write_text(text.replace(old, new))
-    code, printed = run_tests(tmp_path, TESTS.get(file, SCHEDULER))
-    assert code == 1, f"no test sees: {what}\n{printed}"
+@pytest.mark.parametrize("file", ["blocks.py", "core.py", "client.py"])
+def test_planting_nothing_breaks_nothing(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = (ENGINE / file).read_text().splitlines()[0]
+    with planted(file, first, first, monkeypatch):
+        for judge in judges(file):
+            if judge is not crowded_stories:
+                judge()
