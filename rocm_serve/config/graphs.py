@@ -8,10 +8,10 @@ from rocm_serve.errors import UserError
 AUTO_MOST = 256  # beyond it a step takes so long that launching its kernels one by one is hidden
 PROMPT_ROWS = 2048  # most of prompts in a step of fixed size; with more, computing hides the launches
 PROMPT_DECODES = 64  # decoding requests beside them
+# Beside more, up to so many, prompts are a step of their own. Beyond, launches are the smaller part in layers of the
+# 2.4T, and weights that are read twice cost more (docs/decisions/0020).
+PARTS_DECODES = 128
 PROMPTS = 16  # most of them in such a step; room for 64 costs all such steps some time (docs/decisions/0018)
-# Whether prompts beside more than PROMPT_DECODES that decode run as two such steps: built, not timed on a GPU. Where
-# launches are the smaller part, as in layers of the 2.4T, weights read twice cost more (docs/decisions/0020).
-BESIDE_MANY = False
 _LEAST_ROWS = 64
 # Why no step with rows on their way to experts is captured, by exchange.
 _EXCHANGES = {

@@ -111,4 +111,9 @@ def joined(first: Launched, second: Launched) -> Launched:
     if first.drawn_R3 is not None and second.drawn_R3 is not None:
         drawn_R3 = torch.cat([first.drawn_R3, second.drawn_R3])
     fetched = None if second._fetched is None else first._fetched
-    return Launched(first.seq, lambda: (*first._finish(), *second._finish()), fetched, drawn_R3)
+
+    def outcomes() -> tuple[Sampled, ...]:
+        more = second._finish()  # what that has yet to draw is launched while the device runs `first`
+        return (*first._finish(), *more)
+
+    return Launched(first.seq, outcomes, fetched, drawn_R3)

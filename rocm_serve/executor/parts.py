@@ -25,9 +25,9 @@ def parts_of(
     """
     works = plan.work
     count = sum([work.recurrent for work in works])  # they come first
-    if decode is None or prompts is None or not 0 < count < len(works) or prompts.takes(plan):
+    if decode is None or prompts is None or not 0 < count < len(works) or count > sizes.PARTS_DECODES:
         return None
-    if isinstance(decode, DecodeSteps) and not sizes.BESIDE_MANY:
+    if prompts.takes(plan):
         return None
     decoded = replace(plan, work=works[:count], new=(), released=())
     prompted = replace(plan, work=works[count:], new=(), released=())

@@ -205,7 +205,6 @@ def test_prompts_beside_more_that_decode_are_two_captured_steps(
 ) -> None:
     """More than a size of prompts has room for: the tokens of the same two steps not captured."""
     monkeypatch.setattr(sizes, "PROMPT_DECODES", 2)
-    monkeypatch.setattr(sizes, "BESIDE_MANY", True)
     parts: list[int] = []
     in_parts = StageRunner._in_parts
 

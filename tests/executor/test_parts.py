@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.parts import joined_rows, parts_of
 from rocm_serve.executor.runner import StageRunner
-from rocm_serve.messages import NewRequest, Plan, StepResult, Work
+from rocm_serve.messages import NewRequest, Plan, Sampled, StepResult, Work
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.types import SamplingParams
@@ -80,7 +80,6 @@ def note_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         return left
 
     monkeypatch.setattr(StageRunner, "_in_parts", in_parts)
-    monkeypatch.setattr(sizes, "BESIDE_MANY", True)
 
 
 def drafting(drafts: int, pp: int = 1, tp: int = 1) -> Any:
@@ -226,15 +225,41 @@ def test_a_plan_is_in_parts_where_both_have_a_size_and_the_whole_has_none(
     assert parts_of(plan, None, runner.prompts) is None and parts_of(plan, runner.decode, None) is None
 
 
-@pytest.mark.parametrize("wished", [True, False])
-def test_without_drafts_no_plan_is_in_parts_unless_that_is_switched_on(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, wished: bool
+@pytest.mark.parametrize("drafts", [False, True])
+def test_beside_more_than_a_size_has_room_for_and_up_to_128_that_decode_plans_are_in_parts(
+    checkpoint: Path, stages: list[LoadedStage], drafts: bool
 ) -> None:
-    monkeypatch.setattr(sizes, "BESIDE_MANY", wished)
-    stage = load_stage_model(ahead(checkpoint, 1, 1, "off", None), Mesh(1, 1).coord(0), SoloComm())
-    runner = fixed(stage, stage.runner(num_pages=64, num_slots=8), Replayed())
-    plan = Plan(4, (*(Work(rid, 3, 1, True, True, rid) for rid in range(1, 6)), prompt(9)))
-    assert (parts_of(plan, runner.decode, runner.prompts) is not None) == wished
+    """With graphs and without; not beside more than there is a size for."""
+    slots, recorder = 256, RecordedDrafts() if drafts else Recorded()
+    plain = ahead(checkpoint, 1, 1, "off", None)
+    stage = stages[0] if drafts else load_stage_model(plain, Mesh(1, 1).coord(0), SoloComm())
+    own = stage.runner(num_pages=64, num_slots=slots)
+    prompts = with_prompt_steps(stage, own, Prompts(), decodes=(0, sizes.PROMPT_DECODES), captured=False).prompts
+    found = {}
+    for most in (0, 100, 256):
+        of_size = replace(stage, resolved=changed(stage.resolved, graph_max_batch=most))
+        steps: Any = of_size.draft_steps if drafts else of_size.decode_steps
+        decode = steps(own.cache, own.table, own.sampler, slots, recorder)
+        for count in (64, 65, 100, 101, 128, 129, 256):
+            works = tuple(Work(rid, 3, 1, True, True, rid) for rid in range(1, count + 1))
+            parts = parts_of(Plan(4, (*works, prompt(9, 900))), decode, prompts)
+            assert parts in (None, (Plan(4, works), Plan(4, (prompt(9, 900),))))
+            found[most, count] = parts is not None
+    assert [key for key, in_parts in found.items() if in_parts] == [
+        *((0, 65), (0, 100), (0, 101), (0, 128)),
+        *((100, 65), (100, 100)),
+        *((256, 65), (256, 100), (256, 101), (256, 128)),
+    ]
+
+
+def test_what_prompts_have_yet_to_draw_is_launched_before_the_other_part_is_waited_for() -> None:
+    finished: list[str] = []
+
+    def finish(name: str, rid: int) -> Callable[[], list[Sampled]]:
+        return lambda: finished.append(name) or [Sampled(rid, (7,))]  # type: ignore[func-returns-value]
+
+    both = joined(Launched(4, finish("decoded", 1)), Launched(4, finish("prompts", 2)))
+    assert both.result() == StepResult(4, (Sampled(1, (7,)), Sampled(2, (7,)))) and finished == ["prompts", "decoded"]
 
 
 def ahead(checkpoint: Path, pp: int, tp: int, how: str, counts: str | None) -> Any:
