@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rocm_serve.config.graphs import prompt_sizes
-from rocm_serve.executor import memory
+from rocm_serve.executor import step_rows
 from rocm_serve.executor.graphs import DeviceGraphs
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.prompt_steps import PromptSteps
@@ -137,8 +137,8 @@ def at_fixed_sizes(stage: LoadedStage, runner: StageRunner, wished: Sequence[Mix
     Errors: UserError where the device refuses to capture.
     """
     resolved = stage.resolved
-    sizes, counts = prompt_sizes(memory.prompt_rows(resolved)), memory.prompt_counts(resolved)
-    most = memory.prompt_sequences(resolved)
+    sizes, counts = prompt_sizes(step_rows.prompt_rows(resolved)), step_rows.prompt_counts(resolved)
+    most = step_rows.prompt_sequences(resolved)
     taken = [
         one
         for one in wished

@@ -11,7 +11,7 @@ import torch
 from rocm_serve.config.experts import expert_plan
 from rocm_serve.config.resolve import resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
-from rocm_serve.executor import memory
+from rocm_serve.executor import stage_memory
 from rocm_serve.executor.binding import op_facts
 from rocm_serve.executor.device import MODEL_DTYPES, dialect_of
 from rocm_serve.executor.experts import build_exchanges
@@ -127,7 +127,7 @@ def load(rank: Rank, seed: int) -> LoadedStage:
     )
     weights.fill(model.named_parameters(), torch.Generator(device).manual_seed(seed))
     model.prepare()
-    planned = memory.weight_bytes(rank.params, rank.coord, resolved)
+    planned = stage_memory.weight_bytes(rank.params, rank.coord, resolved)
     held = sum(tensor.nbytes for tensor in model.state_dict().values())
     return LoadedStage(resolved, rank.coord, facts, model, rank.ops, comm, device, dtype, planned, held, 0, experts, 0)
 

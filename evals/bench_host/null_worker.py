@@ -17,9 +17,9 @@ from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.experts import StageExperts
 from rocm_serve.executor.inputs import RequestTable
 from rocm_serve.executor.loaded_stage import LoadedStage
-from rocm_serve.executor.memory import padded, row_multiple
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.executor.sampler import Sampler
+from rocm_serve.executor.step_rows import padded, row_multiple
 from rocm_serve.executor.worker import main
 from rocm_serve.layers.moe import ExpertWiring
 from rocm_serve.models.qwen3_5.spec import parse_config

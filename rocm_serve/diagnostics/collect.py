@@ -17,7 +17,7 @@ from rocm_serve.diagnostics.launch_result import mesh_of
 from rocm_serve.diagnostics.plan import stage_table, survey
 from rocm_serve.diagnostics.record import RESOLVED, STARTED, Redactor, versions
 from rocm_serve.errors import UserError
-from rocm_serve.executor import memory
+from rocm_serve.executor import budget, stage_memory, step_memory
 
 RUN_DIR_PREFIX = "rocm-serve-"
 MOST_OF_A_LOG = 4 << 20  # bytes, from its end
@@ -106,10 +106,10 @@ def plan_lines(resolved: Resolved) -> Iterator[str]:
         for stage in range(mesh.pp):
             coord = mesh.coord(stage * mesh.tp)
             params = stage_table(seen, coord, mtp=resolved.draft_tokens > 0, experts=experts).params
-            weights = memory.human(memory.weight_bytes(params, coord, resolved))
-            step = memory.human(memory.step_bytes(params, seen.facts, coord, resolved))
-            page = memory.human(memory.page_bytes(seen.facts, coord, resolved))
-            slot = memory.human(memory.slot_bytes(seen.facts, coord, resolved))
+            weights = budget.human(stage_memory.weight_bytes(params, coord, resolved))
+            step = budget.human(step_memory.step_bytes(params, seen.facts, coord, resolved))
+            page = budget.human(stage_memory.page_bytes(seen.facts, coord, resolved))
+            slot = budget.human(stage_memory.slot_bytes(seen.facts, coord, resolved))
             ranks = f"{coord.rank}..{coord.rank + mesh.tp - 1}"
             yield f"ranks {ranks} (stage {stage}): weights {weights}, step {step}, page {page}, slot {slot}"
     except UserError as error:

@@ -1,7 +1,7 @@
 """Whether a launch can work, from configuration and headers alone: the server's arithmetic on GPUs that are not here.
 
-Everything that the server decides (dtypes, budgets, pages, slots) is decided by the server's functions: `resolve`,
-`executor.memory`. What only a GPU can tell is an estimate and is called so. No torch. Units: bytes.
+Everything that the server decides (dtypes, budgets, pages, slots) is decided by the server's functions, of `config`
+and `executor`. What only a GPU can tell is an estimate and is called so. No torch. Units: bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from rocm_serve.diagnostics.plan import (
 )
 from rocm_serve.diagnostics.split import Pieces
 from rocm_serve.errors import UserError
-from rocm_serve.executor import experts_memory, memory
+from rocm_serve.executor import budget, experts_memory, outside_memory, stage_memory, step_memory, step_rows
+from rocm_serve.executor.limits import effective_limits
 from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, WorkerLoaded
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, one_of_each, stage_params
 from rocm_serve.parallel.expert_map import ExpertPlan
@@ -130,24 +131,24 @@ def _ranks(
     coord = mesh.coord(stage * mesh.tp)
     itemsize = CACHE_ITEMSIZE[resolved.dtype]
     weights = plan_rank(facts, coord, table.params, model_itemsize=itemsize, stored=table.stored)
-    assert weights.total_bytes == memory.weight_bytes(table.params, coord, resolved)
-    sums = memory.summing_bytes(resolved)
-    allowed = memory.gpu_memory(gpu.hbm_bytes, gpu.hbm_bytes - memory.RUNTIME_BYTES - heap - sums, resolved)
-    step = memory.step_bytes(table.params, facts, coord, resolved)
+    assert weights.total_bytes == stage_memory.weight_bytes(table.params, coord, resolved)
+    sums = outside_memory.summing_bytes(resolved)
+    allowed = budget.gpu_memory(gpu.hbm_bytes, gpu.hbm_bytes - outside_memory.RUNTIME_BYTES - heap - sums, resolved)
+    step = step_memory.step_bytes(table.params, facts, coord, resolved)
     first = RankMemory(
         weights=weights,
         allowed=allowed,
-        preparing=memory.preparation_bytes(table.params, coord, resolved, laid_out(gpu.arch, resolved.op)),
+        preparing=stage_memory.preparation_bytes(table.params, coord, resolved, laid_out(gpu.arch, resolved.op)),
         step=step,
-        exchange=experts_memory.step_staging(table.params, facts, resolved, memory.step_rows(resolved)),
+        exchange=experts_memory.step_staging(table.params, facts, resolved, step_rows.most_rows(resolved)),
         heap=heap,
         sums=sums,
         cache=allowed - weights.total_bytes - step,
-        page=memory.page_bytes(facts, coord, resolved),
-        slot=memory.slot_bytes(facts, coord, resolved),
-        runtime=memory.RUNTIME_BYTES,
-        communicators=memory.communicator_bytes(coord, resolved),
-        graphs=memory.graph_bytes(table.params, facts, coord, resolved),
+        page=stage_memory.page_bytes(facts, coord, resolved),
+        slot=stage_memory.slot_bytes(facts, coord, resolved),
+        runtime=outside_memory.RUNTIME_BYTES,
+        communicators=outside_memory.communicator_bytes(coord, resolved),
+        graphs=outside_memory.graph_bytes(table.params, facts, coord, resolved),
     )
     return [
         replace(first, weights=replace(weights, rank=coord.rank + other, tp_rank=other)) for other in range(mesh.tp)
@@ -160,31 +161,31 @@ def _limits(resolved: Resolved, ranks: Sequence[RankMemory], gpu: Gpu) -> tuple[
     weights = heaviest.weights.total_bytes
     if weights > gpu.hbm_bytes:
         return None, (
-            f"the weights alone of rank {heaviest.weights.rank} are {memory.human(weights)}, one {gpu.name} has"
-            f" {memory.human(gpu.hbm_bytes)}"
+            f"the weights alone of rank {heaviest.weights.rank} are {budget.human(weights)}, one {gpu.name} has"
+            f" {budget.human(gpu.hbm_bytes)}"
         )
     try:
         budgets = [
             WorkerLoaded(
                 one.weights.rank,
                 WIRE_VERSION,
-                memory.bytes_for_caches(one.weights.rank, one.allowed, one.weights.total_bytes, one.step),
+                budget.bytes_for_caches(one.weights.rank, one.allowed, one.weights.total_bytes, one.step),
                 one.page,
                 one.slot,
             )
             for one in ranks
         ]
-        limits = memory.effective_limits(resolved, budgets)
+        limits = effective_limits(resolved, budgets)
         for one in ranks:
-            memory.check_preparation(one.weights.rank, one.allowed, one.weights.total_bytes, one.preparing)
+            budget.check_preparation(one.weights.rank, one.allowed, one.weights.total_bytes, one.preparing)
     except UserError as refusal:
         return None, str(refusal)
     outside = max(ranks, key=lambda rank: rank.outside)
     room = gpu.hbm_bytes - int(gpu.hbm_bytes * resolved.mem_fraction)
     if outside.outside > room:
         return limits, (
-            f"--mem-fraction {resolved.mem_fraction:g} leaves {memory.human(room)} outside the server's budget,"
-            f" and rank {outside.weights.rank} needs about {memory.human(outside.outside)} there"
+            f"--mem-fraction {resolved.mem_fraction:g} leaves {budget.human(room)} outside the server's budget,"
+            f" and rank {outside.weights.rank} needs about {budget.human(outside.outside)} there"
             " for communicators and graphs"
         )
     return limits, None

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rocm_serve.diagnostics.launch_result import Launch, RankMemory
 from rocm_serve.diagnostics.split import Split
-from rocm_serve.executor.memory import human
+from rocm_serve.executor.budget import human
 
 COLUMNS = ("ranks", "stage", "layers", "weights", "step", "caches", "page", "slot", "outside (estimated)")
 _FILES_SHOWN = 4

@@ -27,9 +27,9 @@ from rocm_serve.errors import UserError
 from rocm_serve.executor.graphs import Recorder
 from rocm_serve.executor.inputs import Request, RequestTable
 from rocm_serve.executor.launched import Fetch, Launched
-from rocm_serve.executor.memory import padded
 from rocm_serve.executor.sample_rows import SampleRow
 from rocm_serve.executor.sampler import Sampler
+from rocm_serve.executor.step_rows import padded
 from rocm_serve.executor.upload import Array, Upload, offsets
 from rocm_serve.messages import Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from rocm_serve.executor.inputs import Request
-from rocm_serve.executor.memory import padded
+from rocm_serve.executor.step_rows import padded
 from rocm_serve.executor.upload import Array
 from rocm_serve.messages import Work
 from rocm_serve.ops.sampling import rng

@@ -29,10 +29,10 @@ from rocm_serve.executor.decode import DecodedModel
 from rocm_serve.executor.draft_inputs import Fields, blank, filled
 from rocm_serve.executor.graphs import Recorder
 from rocm_serve.executor.inputs import Request, RequestTable
-from rocm_serve.executor.memory import padded
 from rocm_serve.executor.sample_rows import SampledToken
 from rocm_serve.executor.sampler import Sampler
 from rocm_serve.executor.speculative import DraftModel, accepted_of
+from rocm_serve.executor.step_rows import padded
 from rocm_serve.executor.upload import Array, Upload, offsets
 from rocm_serve.messages import Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, Replay, Sequences, StageCache

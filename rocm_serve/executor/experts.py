@@ -9,7 +9,7 @@ import torch
 
 from rocm_serve.config.load import environment
 from rocm_serve.config.schema import Resolved
-from rocm_serve.executor import memory
+from rocm_serve.executor import step_rows
 from rocm_serve.executor.experts_memory import layer_exchanges
 from rocm_serve.layers.moe import ExpertWiring
 from rocm_serve.models.qwen3_5.spec import ModelFacts
@@ -79,7 +79,7 @@ def build_exchanges(
         compute_units=max(1, compute_units),
         environ=environment(),
     )
-    built = Exchanges(specs.values(), comm, row_multiple=memory.row_multiple(resolved), mori=mori)
+    built = Exchanges(specs.values(), comm, row_multiple=step_rows.row_multiple(resolved), mori=mori)
     for spec in dict.fromkeys(specs.values()):
         log.info("rank %d: %s", coord.rank, spec.describe(comm.size))
     return StageExperts(ExpertWiring(plan, {layer: built.of(spec) for layer, spec in specs.items()}), built)

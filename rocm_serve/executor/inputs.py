@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rocm_serve.executor.memory import padded
 from rocm_serve.executor.sample_rows import SampleRow, TokenCounts
+from rocm_serve.executor.step_rows import padded
 from rocm_serve.executor.upload import Array, Upload
 from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache

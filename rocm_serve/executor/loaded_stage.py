@@ -13,7 +13,7 @@ from rocm_serve.cache.allocate import allocate_stage_cache, cache_bytes, kv_dtyp
 from rocm_serve.config.ahead import in_effect
 from rocm_serve.config.graphs import AUTO_MOST, batch_sizes, prompt_sizes, verified_sizes
 from rocm_serve.config.schema import Resolved
-from rocm_serve.executor import graphs, memory
+from rocm_serve.executor import budget, graphs, stage_memory, step_rows
 from rocm_serve.executor.binding import fallbacks
 from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.device import dialect_of
@@ -57,11 +57,11 @@ class LoadedStage:
 
     @property
     def page_bytes(self) -> int:
-        return memory.page_bytes(self.facts, self.coord, self.resolved)
+        return stage_memory.page_bytes(self.facts, self.coord, self.resolved)
 
     @property
     def slot_bytes(self) -> int:
-        return memory.slot_bytes(self.facts, self.coord, self.resolved)
+        return stage_memory.slot_bytes(self.facts, self.coord, self.resolved)
 
     @property
     def graph_refusal(self) -> str | None:
@@ -78,7 +78,7 @@ class LoadedStage:
     def runner(self, *, num_pages: int, num_slots: int) -> StageRunner:
         """Allocate the caches and put the parts together."""
         cache = allocate_stage_cache(
-            memory.layout_of(self.facts, self.coord, self.resolved),
+            stage_memory.layout_of(self.facts, self.coord, self.resolved),
             num_pages=num_pages,
             num_slots=num_slots,
             kv_dtype=kv_dtype_of(self.resolved.kv_cache_dtype, dialect_of(self.device)),
@@ -87,8 +87,8 @@ class LoadedStage:
         )
         planned = num_pages * self.page_bytes + (num_slots + 1) * self.slot_bytes
         allocated = self._allocated_bytes(cache)
-        log.info("%s", memory.planned_and_allocated(self.coord.rank, self.weight_bytes, planned, allocated))
-        table, multiple = RequestTable(self.resolved.page_size), memory.row_multiple(self.resolved)
+        log.info("%s", budget.planned_and_allocated(self.coord.rank, self.weight_bytes, planned, allocated))
+        table, multiple = RequestTable(self.resolved.page_size), step_rows.row_multiple(self.resolved)
         upload = Upload(self.device)
         sampler = self._sampler(upload) if self.coord.last_stage else None
         drafter, decode = None, None
@@ -110,22 +110,22 @@ class LoadedStage:
     def prompt_steps(self, cache: StageCache, num_slots: int, recorder: graphs.Recorder) -> PromptSteps | None:
         """Make the steps with rows of prompts, None where there are none. Sizes are the same without graphs."""
         resolved = self.resolved
-        rows = prompt_sizes(memory.prompt_rows(resolved))
+        rows = prompt_sizes(step_rows.prompt_rows(resolved))
         if not rows or graphs.prompt_refusal(self.ops.report) is not None:
             return None
         return PromptSteps(
             self.model,
             cache,
-            decodes=tuple(sorted({min(count, num_slots) for count in memory.prompt_counts(resolved)})),
+            decodes=tuple(sorted({min(count, num_slots) for count in step_rows.prompt_counts(resolved)})),
             rows=rows,
-            prompts=min(memory.prompt_sequences(resolved), num_slots),
+            prompts=min(step_rows.prompt_sequences(resolved), num_slots),
             captured=resolved.graph_max_batch > 0,
             recorder=recorder,
             max_model_len=resolved.max_model_len,
             hidden_size=None if self.coord.first_stage else self.facts.hidden_size,
             dtype=self.dtype,
             device=self.device,
-            row_multiple=memory.row_multiple(resolved),
+            row_multiple=step_rows.row_multiple(resolved),
         )
 
     def decode_steps(
@@ -146,7 +146,7 @@ class LoadedStage:
             hidden_size=None if self.coord.first_stage else self.facts.hidden_size,
             dtype=self.dtype,
             device=self.device,
-            row_multiple=memory.row_multiple(resolved),
+            row_multiple=step_rows.row_multiple(resolved),
             slots_ahead=num_slots if self.plans_ahead and self.coord.first_stage else 0,
         )
 
@@ -171,7 +171,7 @@ class LoadedStage:
             vocab_size=self.facts.vocab_size,
             dtype=self.dtype,
             device=self.device,
-            row_multiple=memory.row_multiple(resolved),
+            row_multiple=step_rows.row_multiple(resolved),
         )
 
     def capture(self, runner: StageRunner, moved: Callable[[], None]) -> WorkerReady:
@@ -196,7 +196,7 @@ class LoadedStage:
 
         most = runner.decode.capture(progress)
         prompts = 0 if runner.prompts is None else runner.prompts.capture(lambda rows: moved())
-        taken, planned = memory.human(before - self._free_bytes()), memory.human(self.graph_bytes)
+        taken, planned = budget.human(before - self._free_bytes()), budget.human(self.graph_bytes)
         said = f"captured in {time.monotonic() - started:.1f} s, {taken} (planned {planned})"
         if isinstance(runner.decode, DraftSteps):
             said += f"; with drafts up to {runner.decode.most_verified}"

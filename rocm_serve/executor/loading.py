@@ -15,7 +15,7 @@ from rocm_serve.checkpoint.reader import CheckpointReader, read_config
 from rocm_serve.config.experts import expert_plan
 from rocm_serve.config.load import environment
 from rocm_serve.config.schema import Resolved
-from rocm_serve.executor import memory, step_memory
+from rocm_serve.executor import budget, outside_memory, stage_memory, step_memory
 from rocm_serve.executor.binding import Wishes, check_same, fallbacks, of_called, op_facts, settle
 from rocm_serve.executor.device import MODEL_DTYPES, arch_of, device_of, dialect_of
 from rocm_serve.executor.experts import build_exchanges
@@ -65,14 +65,15 @@ def load_stage_model(
     drafts = resolved.draft_tokens > 0
     formats = ConfigFormats(facts) if reader is None else stage_catalogue(reader, facts, coord, mtp=drafts)
     params = stage_params(facts, coord, formats=formats, mtp=drafts, experts=plan)
-    weights = memory.weight_bytes(params, coord, resolved)
-    step = memory.step_bytes(params, facts, coord, resolved)  # as far as wishes tell
-    memory.bytes_for_caches(coord.rank, allowed, weights, step, held=held)
+    weights = stage_memory.weight_bytes(params, coord, resolved)
+    step = step_memory.step_bytes(params, facts, coord, resolved)  # as far as wishes tell
+    budget.bytes_for_caches(coord.rank, allowed, weights, step, held=held)
     ops = _bind(facts, params, coord, resolved, device, board, table, moved)
-    step = memory.step_bytes(params, facts, coord, resolved, counted=_counted(ops, device))
-    caches = memory.bytes_for_caches(coord.rank, allowed, weights, step, held=held)
-    preparing = memory.preparation_bytes(params, coord, resolved, ops.preparing)
-    memory.check_preparation(coord.rank, allowed, weights, preparing)
+    counted = _counted(ops, device)
+    step = step_memory.step_bytes(params, facts, coord, resolved, counted=counted)
+    caches = budget.bytes_for_caches(coord.rank, allowed, weights, step, held=held)
+    preparing = stage_memory.preparation_bytes(params, coord, resolved, ops.preparing)
+    budget.check_preparation(coord.rank, allowed, weights, preparing)
     fp8 = FP8_DTYPES[dialect := dialect_of(device)]
     if fp8 is not FN and any(param.dtype == "fp8" for param in params.values()):
         log.info("rank %d: FP8 weights are turned from e4m3fn into e4m3%s as they are read", coord.rank, dialect)
@@ -90,11 +91,11 @@ def load_stage_model(
     )
     _fill(reader, facts, coord, params, dict(model.named_parameters()), resolved.seed, moved)
     model.prepare()
-    sizes = map(memory.human, (weights, step, caches))
+    sizes = map(budget.human, (weights, step, caches))
     log.info("rank %d: weights %s, one step up to %s, %s left for caches", coord.rank, *sizes)
     held = sum(tensor.nbytes for tensor in model.state_dict().values())
     parts = (resolved, coord, facts, model, ops, comm, device, dtype, weights, held, caches, experts)
-    return LoadedStage(*parts, memory.graph_bytes(params, facts, coord, resolved, counted=_counted(ops, device)))
+    return LoadedStage(*parts, outside_memory.graph_bytes(params, facts, coord, resolved, counted=counted))
 
 
 def _counted(ops: BoundOps, device: torch.device) -> bool:
@@ -164,9 +165,9 @@ def _bind(
 def _allowed_and_held(resolved: Resolved, device: torch.device) -> tuple[int, int]:
     """Bytes that this worker may use in all, and those of its GPU in use before it has taken any for the model."""
     if device.type == "cpu":
-        return memory.cpu_memory(free_ram_bytes(), resolved), 0
+        return budget.cpu_memory(free_ram_bytes(), resolved), 0
     free, total = free_device_bytes(device.index)
-    return memory.gpu_memory(total, free, resolved), total - free
+    return budget.gpu_memory(total, free, resolved), total - free
 
 
 def _fill(

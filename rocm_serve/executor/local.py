@@ -16,8 +16,8 @@ from rocm_serve.executor.api import ExecutorFailed
 from rocm_serve.executor.expert_counts import ExpertCounter, counter_of
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.launched import Launched
+from rocm_serve.executor.limits import effective_limits, with_graphs
 from rocm_serve.executor.loading import load_stage_model
-from rocm_serve.executor.memory import effective_limits, with_graphs
 from rocm_serve.executor.runner import StageRunner, phase_of, start_up_plans, watch_layers
 from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, Plan, StepResult, WorkerLoaded
 from rocm_serve.parallel.comm import SoloComm

@@ -14,8 +14,8 @@ import zmq
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.api import ExecutorFailed
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
+from rocm_serve.executor.limits import effective_limits, with_graphs
 from rocm_serve.executor.link import CoreLink, channels
-from rocm_serve.executor.memory import effective_limits, with_graphs
 from rocm_serve.messages import (
     WIRE_VERSION,
     AllocateCache,

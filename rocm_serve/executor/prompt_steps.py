@@ -25,7 +25,7 @@ import torch
 from rocm_serve.errors import UserError
 from rocm_serve.executor.decode import DecodedModel
 from rocm_serve.executor.graphs import Recorder
-from rocm_serve.executor.memory import padded
+from rocm_serve.executor.step_rows import padded
 from rocm_serve.messages import Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME

@@ -20,12 +20,12 @@ from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.heartbeat import Heartbeat, Phase
 from rocm_serve.executor.inputs import RequestTable, SampledRows, StepInputs, build_inputs
 from rocm_serve.executor.launched import Fetch, Fetched, Launched, joined
-from rocm_serve.executor.memory import padded
 from rocm_serve.executor.parts import joined_rows, num_rows, parts_of
 from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.sample_rows import SampledToken, SampleRow
 from rocm_serve.executor.sampler import Sampler
 from rocm_serve.executor.speculative import DraftHead, DraftModel, accepted_of
+from rocm_serve.executor.step_rows import padded
 from rocm_serve.executor.upload import Upload
 from rocm_serve.messages import NewRequest, Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, StageCache

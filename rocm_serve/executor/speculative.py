@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from rocm_serve.executor.inputs import RequestTable, StepInputs, decode_batch
-from rocm_serve.executor.memory import padded
 from rocm_serve.executor.sample_rows import SampleRow
 from rocm_serve.executor.sampler import Sampler
+from rocm_serve.executor.step_rows import padded
 from rocm_serve.messages import Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, StageCache
 from rocm_serve.types import SamplingParams

@@ -16,7 +16,7 @@ from rocm_serve.diagnostics.launch import plan_launch
 from rocm_serve.diagnostics.launch_result import Experts, Launch
 from rocm_serve.diagnostics.show import head_lines, show, to_json, verdict
 from rocm_serve.errors import UserError
-from rocm_serve.executor import memory
+from rocm_serve.executor.limits import effective_limits
 from rocm_serve.messages import WorkerLoaded
 from rocm_serve.platform.gpus import GPUS, Gpu, gpu_of
 from tests.checkpoint import published
@@ -159,7 +159,7 @@ def test_too_few_gpus_are_a_no_with_the_bytes_and_what_would_do(
 def test_limits_are_those_that_the_server_would_compute_from_the_same_budgets(planned: Plan) -> None:
     launch = planned("mi300x", 8, 2, max_running_requests=16, chunked_prefill_size=8192, mem_fraction=0.95)
     budgets = [WorkerLoaded(r.weights.rank, 1, r.cache, r.page, r.slot) for r in launch.ranks]
-    assert launch.limits == memory.effective_limits(launch.resolved, budgets)
+    assert launch.limits == effective_limits(launch.resolved, budgets)
     pages, slots = launch.limits.num_pages, launch.limits.num_slots
     for one in launch.ranks:
         held = one.weights.total_bytes + one.step + pages * one.page + (slots + 1) * one.slot

@@ -14,9 +14,9 @@ from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.api import ExecutorFailed
 from rocm_serve.executor.expert_counts import counter_of
 from rocm_serve.executor.launched import Launched
+from rocm_serve.executor.limits import effective_limits, with_graphs
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.loading import load_stage_model
-from rocm_serve.executor.memory import effective_limits, with_graphs
 from rocm_serve.executor.newest import NewestTokens
 from rocm_serve.executor.runner import StageRunner, warm_up_plans
 from rocm_serve.messages import WIRE_VERSION, EffectiveLimits, Plan, StepResult, WorkerLoaded, WorkerReady

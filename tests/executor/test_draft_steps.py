@@ -13,7 +13,7 @@ from msgspec.structs import replace as changed
 
 from rocm_serve.config.graphs import batch_sizes, verified_sizes
 from rocm_serve.errors import UserError
-from rocm_serve.executor import memory
+from rocm_serve.executor import step_rows
 from rocm_serve.executor.draft_inputs import Fields, blank
 from rocm_serve.executor.draft_steps import DraftSteps, accepted_by
 from rocm_serve.executor.loaded_stage import LoadedStage
@@ -254,7 +254,7 @@ def test_a_request_with_all_pages_that_a_request_can_have_fits_the_inputs() -> N
 def test_a_second_stage_reads_the_rows_that_came_and_no_older_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the residual stream are not padded here, as on a GPU: those beyond the batch are left over, or NaN."""
     part = load_stage_model(wish(Cell(2, 1, 1, 64, False, 3, True)), Mesh(1, 2).coord(1), SoloComm())
-    monkeypatch.setattr(memory, "row_multiple", lambda resolved: 1)
+    monkeypatch.setattr(step_rows, "row_multiple", lambda resolved: 1)
 
     def results(poisoned: bool) -> list[object]:
         plain = part.runner(num_pages=64, num_slots=8)

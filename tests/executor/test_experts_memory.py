@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from rocm_serve.errors import UserError
-from rocm_serve.executor import experts_memory, memory
+from rocm_serve.executor import experts_memory, step_memory
 from rocm_serve.executor.experts_memory import LayerExchange, layer_exchanges, staging_bytes, workspace_bytes
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, one_of_each, parse_config, stage_params
 from rocm_serve.ops.fp8 import FN
@@ -249,7 +249,7 @@ def test_a_step_holds_what_experts_take_on_top(name: str) -> None:
         coord = Mesh(8, 1, ep).coord(0)
         plan = ExpertPlan(ep, shared_whole=exchange != "local")
         params = stage_params(model, coord, formats=ConfigFormats(model), mtp=False, experts=plan)
-        return memory.step_bytes(params, model, coord, wish)
+        return step_memory.step_bytes(params, model, coord, wish)
 
     local, sent = step("local", 8, 0), step(name, 8, 256)
     assert sent > local

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_serve.executor.inputs import RequestTable, StepInputs, build_inputs
-from rocm_serve.executor.memory import CPU_ROW_MULTIPLE
+from rocm_serve.executor.step_rows import CPU_ROW_MULTIPLE
 from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.ops.batch import StageCache
 from rocm_serve.types import SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_serve.executor import memory
+from rocm_serve.executor import budget
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.parallel.comm import SoloComm
@@ -45,11 +45,11 @@ def test_with_drafts_every_stage_holds_the_planned_bytes_too(
 def says_the_plan(stage: LoadedStage, caplog: pytest.LogCaptureFixture) -> None:
     (said,) = [m for m in map(SAID.fullmatch, caplog.messages) if m]
     planned = stage.weight_bytes + 5 * stage.page_bytes + 3 * stage.slot_bytes
-    assert int(said[1]) == stage.coord.rank and said[2] == said[3] == memory.human(planned)
+    assert int(said[1]) == stage.coord.rank and said[2] == said[3] == budget.human(planned)
 
 
 def test_a_difference_between_plan_and_memory_is_said_with_its_sign() -> None:
-    assert memory.planned_and_allocated(3, 900, 100, 1100) == (
+    assert budget.planned_and_allocated(3, 900, 100, 1100) == (
         "rank 3: planned 1 KB (weights 900 bytes, caches 100 bytes), allocated 1.1 KB (+10.00%)"
     )
-    assert memory.planned_and_allocated(0, 900, 100, 990).endswith("(-1.00%)")
+    assert budget.planned_and_allocated(0, 900, 100, 990).endswith("(-1.00%)")

@@ -146,7 +146,7 @@ def test_weights_that_cannot_be_laid_out_are_refused_before_one_is_read(
     monkeypatch.setattr(loading, "_allowed_and_held", allowed)
     monkeypatch.setattr(loading, "_fill", lambda *args: None)
     weights = load_stage_model(plain, Mesh(1, 1).coord(0), SoloComm(), table=TABLE).weight_bytes
-    monkeypatch.setattr(loading.memory, "step_bytes", lambda *args, **kwargs: 0)
+    monkeypatch.setattr(loading.step_memory, "step_bytes", lambda *args, **kwargs: 0)
     needed = weights + 1000
     load(path, {})
     with pytest.raises(UserError, match="laying them out for their kernels .* more for a moment"):

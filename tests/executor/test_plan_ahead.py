@@ -12,11 +12,11 @@ import torch
 
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor.launched import Fetch, Fetched, Launched
+from rocm_serve.executor.limits import effective_limits
+from rocm_serve.executor.limits import with_graphs as limits_with_graphs
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.local import LocalExecutor
-from rocm_serve.executor.memory import effective_limits
-from rocm_serve.executor.memory import with_graphs as limits_with_graphs
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.messages import Plan, WorkerLoaded, WorkerReady
 from rocm_serve.parallel.comm import ThreadComm, run_ranks

@@ -17,16 +17,17 @@ from torch.utils._pytree import tree_leaves
 from rocm_serve.cache.allocate import KV_DTYPES, allocate_stage_cache
 from rocm_serve.cache.layout import CACHE_ITEMSIZE
 from rocm_serve.checkpoint.synthetic_configs import Dims, model_config
+from rocm_serve.config import graphs
 from rocm_serve.config.graphs import batch_sizes, prompt_sizes, verified_sizes
 from rocm_serve.config.schema import Resolved
-from rocm_serve.executor import memory, step_memory
+from rocm_serve.executor import outside_memory, stage_memory, step_memory, step_rows, vocab_shard
 from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.draft_steps import DraftSteps
 from rocm_serve.executor.graphs import DeviceGraphs
 from rocm_serve.executor.inputs import RequestTable
 from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.sample_rows import SampleRow
-from rocm_serve.executor.sampler import Sampler
+from rocm_serve.executor.sampler import DRAWN_ROWS, Sampler
 from rocm_serve.executor.upload import Array
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, parse_config, stage_params
 from rocm_serve.models.registry import build_model
@@ -37,6 +38,7 @@ from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.tuning.shapes import SHAPES, facts_of
 from rocm_serve.types import SamplingParams
+from tests.executor import wishes
 from tests.executor.wishes import IDS, resolved
 
 META, BF16 = torch.device("meta"), torch.bfloat16
@@ -115,7 +117,7 @@ def held_by_layers(
         )
         model.prepare()
         cache = allocate_stage_cache(
-            memory.layout_of(facts, SOLO, resolved),
+            stage_memory.layout_of(facts, SOLO, resolved),
             num_pages=1,
             num_slots=1,
             kv_dtype=KV_DTYPES["bfloat16"],
@@ -156,7 +158,7 @@ def test_layers_hold_no_more_than_is_planned(
     params = stage_params(facts, SOLO, formats=ConfigFormats(facts), mtp=False)
     without_head = {key: param for key, param in params.items() if key != "lm_head.weight"}
     no_head = replace(facts, vocab_size=1)
-    planned = memory.work_bytes(without_head, no_head, SOLO, wished, counted=True) / step_memory.SLACK
+    planned = step_memory.work_bytes(without_head, no_head, SOLO, wished, counted=True) / step_memory.SLACK
     assert found <= planned
     if measured is not None:
         assert found / 2**20 == pytest.approx(measured, rel=0.01)
@@ -239,7 +241,7 @@ def test_scored_prompts_hold_no_more_than_is_planned() -> None:
     with torch.inference_mode(), Held([hidden_RH]) as held:
         sampler.prompt_logprobs(lambda x: torch.zeros(len(x), width), hidden_RH, targets, [5] * 600)
     facts = replace(one_period("q38tp8"), vocab_size=8 * width)
-    planned = step_memory.head_bytes(facts, 8, wish(facts, 0, 1, 128), 2 * memory.SCORED_ROWS, 0)
+    planned = step_memory.head_bytes(facts, 8, wish(facts, 0, 1, 128), 2 * step_rows.SCORED_ROWS, 0)
     assert planned / 2 < held.most <= planned
 
 
@@ -249,8 +251,8 @@ def test_the_plan_counts_draws_on_the_last_stage_unless_they_are_captured() -> N
     drawn = 12 * 32 * facts.vocab_size * 4
     for counted in (True, False):
         first, last = (
-            memory.work_bytes({}, facts, Mesh(1, 2).coord(stage), wished, counted=counted)
-            - memory.work_bytes({}, facts, Mesh(1, 2).coord(stage), wished, counted=counted, captured=True)
+            step_memory.work_bytes({}, facts, Mesh(1, 2).coord(stage), wished, counted=counted)
+            - step_memory.work_bytes({}, facts, Mesh(1, 2).coord(stage), wished, counted=counted, captured=True)
             for stage in (0, 1)
         )
         assert first == 0
@@ -297,17 +299,17 @@ def test_references_that_widen_hold_no_more_than_is_planned(name: str, op: str, 
     no_head = replace(facts, vocab_size=1)
     counted = step_memory.counted((line.op, line.provider) for line in ops.report)
     assert not counted
-    assert found <= memory.work_bytes(without_head, no_head, SOLO, wished, counted=counted)
+    assert found <= step_memory.work_bytes(without_head, no_head, SOLO, wished, counted=counted)
 
 
 def test_graphs_of_prompts_are_planned_to_take_what_they_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """296 MB on an H200, of four sizes for one prompt and for several, each beside 64 that decode."""
-    monkeypatch.setattr(memory.graphs, "prompt_sizes", lambda most: (256, 768, 1024, most))
-    monkeypatch.setattr(memory, "prompt_counts", lambda resolved: (64,))
+    monkeypatch.setattr(graphs, "prompt_sizes", lambda most: (256, 768, 1024, most))
+    monkeypatch.setattr(step_rows, "prompt_counts", lambda resolved: (64,))
     facts = facts_of("q35tp1")
     params = stage_params(facts, SOLO, formats=ConfigFormats(facts), mtp=False)
     wished = msgspec.structs.replace(wish(facts, 2048, 134, 8192), graph_max_batch=1)
-    assert 296e6 <= memory.graph_bytes(params, facts, SOLO, wished, counted=True) <= 4 * 296e6
+    assert 296e6 <= outside_memory.graph_bytes(params, facts, SOLO, wished, counted=True) <= 4 * 296e6
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -329,9 +331,9 @@ def test_inputs_of_steps_of_fixed_sizes_are_planned(stage: int, drafts: int) -> 
         PromptSteps(
             model,
             cache,
-            decodes=memory.prompt_counts(wished),
-            rows=prompt_sizes(memory.prompt_rows(wished)),
-            prompts=memory.prompt_sequences(wished),
+            decodes=step_rows.prompt_counts(wished),
+            rows=prompt_sizes(step_rows.prompt_rows(wished)),
+            prompts=step_rows.prompt_sequences(wished),
             captured=True,
             max_model_len=wished.max_model_len,
             **shared,
@@ -350,8 +352,40 @@ def test_inputs_of_steps_of_fixed_sizes_are_planned(stage: int, drafts: int) -> 
         for x in tree_leaves(value)
         if isinstance(x, torch.Tensor)
     }
-    planned = memory.inputs_bytes(facts, coord, wished)
+    planned = step_memory.inputs_bytes(facts, coord, wished)
     assert sum(kept.values()) <= planned <= 1.5 * sum(kept.values())
-    assert planned == memory.step_bytes({}, facts, coord, wished) - memory.work_bytes({}, facts, coord, wished)
+    assert planned == step_memory.step_bytes({}, facts, coord, wished) - step_memory.work_bytes(
+        {}, facts, coord, wished
+    )
     if hidden is not None:
         assert planned > (2048 + 64) * hidden * CACHE_ITEMSIZE["bfloat16"]
+
+
+def test_a_longer_step_and_more_requests_never_cost_less() -> None:
+    coord = Mesh(2, 2).coord(3)
+    params = stage_params(wishes.facts(), coord, formats=ConfigFormats(wishes.facts()), mtp=False)
+
+    def cost(**changes: int) -> int:
+        return step_memory.step_bytes(params, wishes.facts(), coord, resolved(tp=2, pp=2, **changes))
+
+    assert cost() < cost(chunked_prefill_size=512) < cost(chunked_prefill_size=512, max_running_requests=64)
+
+
+@pytest.mark.parametrize("how", ["off", "graphs", "on"])
+def test_rows_between_stages_are_planned_for_every_step_in_flight(how: str) -> None:
+    """Those that leave have `pp + 1` slots; of those that come one is asked for ahead for each step in flight."""
+
+    def work(stage: int, how: str) -> int:
+        wish = resolved(pp=3, plan_ahead=how, chunked_prefill_size=1000)
+        return step_memory.work_bytes({}, wishes.facts(), Mesh(1, 3).coord(stage), wish)
+
+    row = 4 * wishes.facts().hidden_size * step_rows.most_rows(resolved(chunked_prefill_size=1000))
+    asked = 3 if how == "off" else 4
+    assert work(1, how) - work(0, how) == asked * row
+    assert work(0, how) == work(0, "off")
+    assert work(2, how) - work(2, "off") == (asked - 3) * row
+
+
+def test_the_budget_counts_the_slices_that_the_sampler_makes() -> None:
+    assert step_rows.SCORED_ROWS == vocab_shard.SLICE_ROWS
+    assert step_memory.DRAWN_ROWS == DRAWN_ROWS

@@ -16,7 +16,7 @@ import pytest
 from rocm_serve.checkpoint.reader import read_config
 from rocm_serve.config.schema import Resolved
 from rocm_serve.engine.client import EngineClient
-from rocm_serve.executor import memory
+from rocm_serve.executor import stage_memory, step_memory
 from rocm_serve.messages import AddRequest, EffectiveLimits, Output
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, parse_config, stage_params
 from rocm_serve.parallel.mesh import Mesh
@@ -66,9 +66,9 @@ def resident_bytes_of_code() -> int:
 def planned_bytes(wish: Resolved, limits: EffectiveLimits, rank: int) -> int:
     facts, coord = parse_config(*read_config(wish.model)), Mesh(wish.tp, wish.pp).coord(rank)
     params = stage_params(facts, coord, formats=ConfigFormats(facts), mtp=False)
-    caches = limits.num_pages * memory.page_bytes(facts, coord, wish)
-    caches += (limits.num_slots + 1) * memory.slot_bytes(facts, coord, wish)
-    return memory.weight_bytes(params, coord, wish) + memory.step_bytes(params, facts, coord, wish) + caches
+    caches = limits.num_pages * stage_memory.page_bytes(facts, coord, wish)
+    caches += (limits.num_slots + 1) * stage_memory.slot_bytes(facts, coord, wish)
+    return stage_memory.weight_bytes(params, coord, wish) + step_memory.step_bytes(params, facts, coord, wish) + caches
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])

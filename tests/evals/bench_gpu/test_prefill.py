@@ -18,7 +18,7 @@ from evals.bench_gpu.prefill import shapes_of
 from evals.bench_gpu.prefill_level import Prefilling, busy_in
 from evals.bench_gpu.prefill_records import PrefillRecord, prefill_kernel_lines, prefill_markdown
 from evals.bench_gpu.records import Run
-from rocm_serve.executor import memory
+from rocm_serve.executor import step_rows
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.messages import Plan, StepResult
 from rocm_serve.ops.batch import ForwardBatch
@@ -185,7 +185,7 @@ class _Repeats:
 
 def test_steps_of_fixed_sizes_draw_the_tokens_of_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_level, "DeviceGraphs", _Repeats)
-    monkeypatch.setattr(memory, "prompt_rows", lambda resolved: 128)
+    monkeypatch.setattr(step_rows, "prompt_rows", lambda resolved: 128)
     loaded, shape = _loaded(), Mixed(70, decodes=2, decode_context=9)
     drawn = []
     for fixed in (True, False):
@@ -202,7 +202,7 @@ def test_steps_of_fixed_sizes_draw_the_tokens_of_plain_ones(monkeypatch: pytest.
 
 def test_several_prompts_have_room_for_those_that_decode_as_on_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_level, "DeviceGraphs", _Repeats)
-    monkeypatch.setattr(memory, "prompt_rows", lambda resolved: 128)
+    monkeypatch.setattr(step_rows, "prompt_rows", lambda resolved: 128)
     loaded, shape = _loaded(), Mixed(9, prompts=2)
     runner = replace(loaded.runner(num_pages=24, num_slots=8), prompts=_Captured())  # type: ignore[arg-type]
     chosen = prefill_level.at_fixed_sizes(loaded, runner, [shape])
@@ -214,7 +214,7 @@ def test_several_prompts_have_room_for_those_that_decode_as_on_a_server(monkeypa
 
     monkeypatch.setattr(loaded.model, "forward", counted)
     chosen.step(Prefilling(chosen, 512, shape, 2, 5).plan(), None)
-    most = memory.prompt_counts(loaded.resolved)[-1]
+    most = step_rows.prompt_counts(loaded.resolved)[-1]
     assert most > 0 and rows == [2 * 9 + most]
 
 
