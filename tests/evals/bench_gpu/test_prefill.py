@@ -19,6 +19,7 @@ from evals.bench_gpu.prefill_level import Prefilling, busy_in
 from evals.bench_gpu.prefill_records import PrefillRecord, prefill_kernel_lines, prefill_markdown
 from evals.bench_gpu.records import Run
 from rocm_serve.executor import step_rows
+from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.messages import Plan, StepResult
 from rocm_serve.ops.batch import ForwardBatch
@@ -127,11 +128,24 @@ def test_a_context_is_what_the_pages_hold() -> None:
     assert tokens[0] != tokens[1]
 
 
-def test_without_draws_nothing_waits_for_a_token() -> None:
+def test_without_draws_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = _loaded().runner(num_pages=8, num_slots=2)
-    steps = Prefilling(runner, 512, Mixed(5, prompts=2), 1, 7)
+    steps = Prefilling(runner, 512, Mixed(5, prompts=2), 2, 7)
     result = runner.step(steps.plan(draws=False), None)
     assert isinstance(result, StepResult) and result.sampled == ()
+    read: list[int] = []
+    result_of = Launched.result
+
+    def noted(one: Launched) -> StepResult:
+        read.append(one.seq)
+        return result_of(one)
+
+    monkeypatch.setattr(Launched, "result", noted)
+    steps.step(draws=False)
+    # The step that was timed is not read; the one after it brings no rows: it only has prompts forgotten.
+    assert len(read) == 1
+    steps.step()
+    assert len(read) == 3
 
 
 def test_busy_and_idle_time_of_a_step() -> None:
