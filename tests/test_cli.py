@@ -146,13 +146,18 @@ def test_a_word_where_a_number_belongs_is_refused_by_flag(here: Callable[..., Ru
         (["--max-model-len", "999999"], ["--max-model-len 999999", "2..16384"]),
         (["--device", "rocm"], ["--device rocm", "legal: auto, cpu"]),
         (["--op", "layers.8.linear=reference"], ["layers 0..7"]),
+        (["--op", "layers.3.gdn_chunk=reference"], ["layers.3.gdn_chunk=reference: layer 3", "layers 0 to 2, 4 to 6"]),
+        (["--op", "moe_experts=triton"], ["not on cpu; legal there: reference"]),
+        (["--enforce-eager", "--graph-max-batch", "8"], ["--enforce-eager and --graph-max-batch 8 contradict"]),
         (["--max-total-tokens", "5"], ["--max-total-tokens 5", "legal: at least 16384"]),
     ],
 )
 def test_a_wish_that_this_model_cannot_meet_is_one_line_and_exit_code_2(
     here: Callable[..., Run], text_fp8: Path, flags: list[str], words: list[str]
 ) -> None:
-    assert_refused(here("serve", "--model", text_fp8, "--port", "0", "--device", "cpu", *flags), *words)
+    run = here("serve", "--model", text_fp8, "--port", "0", "--device", "cpu", *flags)
+    assert_refused(run, *words)
+    assert run.stderr.count("\n") == 1 and not run.stdout, "nothing of a start is said before"
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_rows_of_drafts_are_among_the_shapes_in_any_spelling(checkpoints: dict[s
         (("--kernels", "--model", "DIR", "--speculative", "mpt"), "--speculative 'mpt': legal: auto, off, mtp"),
         (("--kernels", "--model", "DIR", "--speculative", "mtp", "--draft-tokens", "5"), "legal: 1..4"),
         (("--kernels", "--model", "DIR", "--op", "linear=cuda"), "linear=cuda"),
+        (("--kernels", "--model", "DIR", "--op", "layers.3.gdn_chunk=reference"), "layer 3 does not call gdn_chunk"),
         (("--kernels", "--model", "nowhere"), "no config.json"),
     ],
 )

@@ -42,8 +42,8 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
         (("--a", "pp=9", "--b", "tp=1"), "--a pp=9: 4 layers cannot be cut so; legal: 1..4"),
         (("--a", "tp=1", "--b", "pp=9,tp=1"), "--b pp=9,tp=1: pp=9: 4 layers cannot be cut so"),
         (
-            ("--a", "tp=1", "--b", "op.layers.9.linear=reference"),
-            "=reference: op.layers.9.linear: the model has",
+            ("--a", "tp=1", "--b", "op.layers.3.gdn_chunk=reference"),
+            "--b op.layers.3.gdn_chunk=reference: layer 3 does not call gdn_chunk; it runs in layers 0 to 2",
         ),
         (("--a", "tp=1", "--b", "tp=1", "--new-tokens", "100000000"), "--new-tokens 100000000: legal: 1.."),
         (("--a", "tp=1", "--b", "tp=1", "--new-tokens", "0"), "legal: 1 or more"),

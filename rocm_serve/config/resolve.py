@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 
 import msgspec
 
-from rocm_serve.config import ahead, all_reduce, chunk, drafting, experts, graphs
+from rocm_serve.config import ahead, all_reduce, chunk, drafting, experts, graphs, ops
 from rocm_serve.config.aliases import foreign_variables
 from rocm_serve.config.launcher import MAX_PORT, Membership, join_address, membership, split_address
 from rocm_serve.config.load import flag_name
@@ -25,7 +24,7 @@ from rocm_serve.parallel.expert_map import ExpertPlan
 from rocm_serve.parallel.mesh import Mesh
 from rocm_serve.platform.facts import GPUS_WITH_FP8, Platform
 from rocm_serve.platform.network import Network
-from rocm_serve.platform.table import PROVIDERS, fp8_activation, provider_order
+from rocm_serve.platform.table import fp8_activation, provider_order
 
 MAX_PAGE_SIZE = 256
 MAX_SEED = 2**63 - 1
@@ -38,7 +37,6 @@ GPU_MEM_FRACTION = 0.9  # the rest is for communicators, device graphs and the d
 CPU_MEM_FRACTION = 0.5
 _ATTENTION = ("attention_prefill", "attention_decode")
 LEAST_MODEL_LEN = 2  # a prompt of one token, and one token of an answer
-_LAYER_OP = re.compile(r"layers\.(\d+)\.(\w+)")
 
 
 def check_wishes(config: ServeConfig) -> None:
@@ -71,8 +69,11 @@ def check_wishes(config: ServeConfig) -> None:
             raise UserError(f"{flag_name(field)} is empty; legal: {legal}")
     if config.dist_init_addr is not None:
         split_address(config.dist_init_addr)
-    for name, provider in config.op.items():
-        _check_op(name, provider)
+    if config.enforce_eager and config.graph_max_batch is not None and config.graph_max_batch > 0:
+        raise UserError(
+            f"--enforce-eager and --graph-max-batch {config.graph_max_batch} contradict; legal: one of them"
+        )
+    ops.check_names(config.op)
 
 
 def check_degrees(config: ServeConfig, facts: ModelFacts) -> None:
@@ -85,17 +86,6 @@ def check_degrees(config: ServeConfig, facts: ModelFacts) -> None:
     short = one_of_each(facts)
     where = Mesh(config.tp, 1, config.ep).coord(0)
     stage_params(short, where, formats=ConfigFormats(short), mtp=False, experts=ExpertPlan(config.ep))
-
-
-def check_ops(config: ServeConfig, facts: ModelFacts) -> None:
-    """Refuse an override of a layer that the model does not have.
-
-    Errors: UserError naming the legal layers.
-    """
-    for name in config.op:
-        match = _LAYER_OP.fullmatch(name)
-        if match and int(match[1]) >= facts.num_layers:
-            raise UserError(f"--op {name}: the model has layers 0..{facts.num_layers - 1}")
 
 
 def check_total_tokens(max_total_tokens: int | None, page_size: int, max_model_len: int) -> None:
@@ -129,19 +119,18 @@ def resolve(
     """
     check_wishes(config)
     check_degrees(config, facts)
-    check_ops(config, facts)
     environ = environ or {}
     place = membership(config, environ)
     reasons = dict(place.reasons)
     device = _device(config, platform, reasons)
+    arch = "cpu" if device == "cpu" else platform.arch
+    ops.check_archs(config.op, arch)
     workers = config.tp * config.pp // place.nnodes
     _check_gpus(config, place, device, platform, workers)
     _check_fp8(config, facts, device, platform)
     _check_vocabulary(vocab_used, facts)
     dtype = _dtype(config, facts, device, reasons)
     config = _with_memory(config, facts, platform, device, dtype, reasons)
-    max_model_len = _max_model_len(config, facts, reasons)
-    arch = "cpu" if device == "cpu" else platform.arch
     preferred, unmet = _attention(config, arch, reasons)
     activation = _fp8_activation(config, facts, arch, reasons)
     decided: dict[str, object] = {
@@ -154,7 +143,7 @@ def resolve(
         "all_reduce": all_reduce.decide(config, device, arch, place.nnodes, reasons),
         **experts.decide(config, facts, device, activation, reasons, unmet),
         **drafting.decide(config, facts, reasons, unmet),
-        "max_model_len": max_model_len,
+        "max_model_len": _max_model_len(config, facts, reasons),
         "vocab_size": facts.vocab_size,
         "vocab_used": vocab_used,
         "eos_token_ids": facts.eos_token_ids,
@@ -167,7 +156,8 @@ def resolve(
     decided |= graphs.decide(config, device, place.nnodes, decided, reasons, unmet)
     decided |= ahead.decide(config, device, decided, reasons, unmet)
     taken_over = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in decided}
-    return msgspec.convert(taken_over | decided | {"notes": (*notes, *unmet, *foreign_variables(environ))}, Resolved)
+    said = {"notes": (*notes, *unmet, *foreign_variables(environ))}
+    return ops.checked(msgspec.convert(taken_over | decided | said, Resolved), facts)
 
 
 def _check_gpus(config: ServeConfig, place: Membership, device: DeviceName, platform: Platform, workers: int) -> None:
@@ -202,15 +192,6 @@ def _check_fp8(config: ServeConfig, facts: ModelFacts, device: DeviceName, platf
             f"--kv-cache-dtype fp8_e4m3: {gpu} has no FP8 instructions; legal: auto, bfloat16, float32,"
             f" or GPUs that are {GPUS_WITH_FP8}"
         )
-
-
-def _check_op(name: str, provider: str) -> None:
-    match = _LAYER_OP.fullmatch(name)
-    op = match[2] if match else name
-    if op not in PROVIDERS:
-        raise UserError(f"--op {name}: no such op; ops are {', '.join(PROVIDERS)}, each also as layers.N.OP")
-    if provider not in PROVIDERS[op]:
-        raise UserError(f"--op {name}={provider}: no such provider; {op} has {', '.join(PROVIDERS[op])}")
 
 
 def _within(config: ServeConfig, field: str, least: int, most: int | None) -> None:

@@ -14,8 +14,8 @@ from rocm_serve.errors import UserError
 from rocm_serve.ops.contract import PLAIN, Facts, OpFunction, Provider, WeightTensors
 from rocm_serve.ops.facts import LinearShape
 from rocm_serve.platform import aiter_abi
+from rocm_serve.platform.table import archs_of
 
-ARCHS = frozenset({"gfx942", "gfx950"})
 SHUFFLED = "aiter_16x16"  # tiles of 16 rows by 32 bytes or numbers, in the order that AITER's kernels read
 
 _MAX_NORM_WIDTH = 8192
@@ -33,7 +33,7 @@ def aiter_provider(op: str, *, semantics: OpFunction | None = None) -> Provider:
     return Provider(
         "aiter",
         load=lambda: _function(op),
-        archs=ARCHS,
+        archs=archs_of(op, "aiter"),
         accepts=lambda facts: _LIMITS[op](facts) or aiter_abi.refusal(op),
         prepare_weights=(lambda weights: _prepare(op, weights)) if shuffles else None,
         layout=SHUFFLED if shuffles else PLAIN,

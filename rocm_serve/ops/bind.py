@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -37,7 +36,7 @@ from rocm_serve.ops import (
 from rocm_serve.ops.contract import Facts, Op, OpFunction, Provider, WeightTensors
 from rocm_serve.ops.layouts import checked, prepared
 from rocm_serve.ops.tuning import tuning
-from rocm_serve.platform.table import fp8_activation, provider_order
+from rocm_serve.platform.table import fp8_activation, provider_order, split_wish
 
 _ALL = (
     rms_norm.OP,
@@ -68,8 +67,6 @@ _ALL = (
 )
 OPS: Mapping[str, Op] = MappingProxyType({op.name: op for op in _ALL})
 REFERENCE = "reference"
-
-_LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +232,7 @@ def op_names() -> tuple[str, ...]:
 
 
 def _split(key: str, ops: Mapping[str, Op]) -> tuple[int | None, str]:
-    match = _LAYER.fullmatch(key)
-    layer, name = (int(match[1]), match[2]) if match else (None, key)
+    layer, name = split_wish(key)
     if name not in ops:
         raise UserError(f"--op {key}: no such op; ops are {', '.join(ops)}, each also as layers.N.OP")
     return layer, name

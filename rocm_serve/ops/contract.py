@@ -13,10 +13,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from types import MappingProxyType
 
 import torch
+
+from rocm_serve.platform.table import not_on
 
 OpFunction = Callable[..., torch.Tensor]
 Arguments = dict[str, object]  # keyword arguments of one call
@@ -92,9 +93,7 @@ class Provider:
 
     def refusal(self, arch: str, facts: Facts) -> str | None:
         """Say why this provider cannot be used, or None when it can."""
-        if self.archs is not None and not any(fnmatch(_plain(arch), _plain(known)) for known in self.archs):
-            return f"runs on {', '.join(sorted(self.archs))}, not on {arch}"
-        return self.accepts(facts)
+        return not_on(arch, self.archs) or self.accepts(facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +122,6 @@ class Op:
         """Return every provider by name, the reference among them."""
         reference = Provider("reference", lambda: self.reference)
         return MappingProxyType({p.name: p for p in (reference, *self.others)})
-
-
-def _plain(arch: str) -> str:
-    return arch.replace("_", "")  # the probe says sm_90, people say sm90
 
 
 def layout_tag(weight: torch.Tensor) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rocm_serve.ops.contract import Facts, OpFunction, Provider
+from rocm_serve.platform.table import archs_of
 
-ARCHS = frozenset({"gfx942", "gfx950", "sm_*"})
 MAX_WIDTH = 16384
 CHUNK = 8  # bf16 columns of one 16-byte access
 
@@ -33,7 +33,7 @@ def hip_provider(op: str, limits: Callable[[Facts], str | None], folder: str = "
         missing: str | None = importlib.import_module("rocm_serve.ops.hip_library").why_missing()
         return missing
 
-    return Provider("hip", load=load, archs=ARCHS, accepts=accepts)
+    return Provider("hip", load=load, archs=archs_of(op, "hip"), accepts=accepts)
 
 
 def width_limit(facts: Facts, name: str, largest: int = MAX_WIDTH, multiple: int = CHUNK) -> str | None:

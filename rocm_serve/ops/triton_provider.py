@@ -9,17 +9,13 @@ import importlib.util
 from collections.abc import Callable
 
 from rocm_serve.ops.contract import Facts, OwnBound, Provider, lazy
-
-GPUS = frozenset({"gfx*", "sm_*"})
-# Where Triton has instructions for e4m3: gfx942 in its own dialect, NVIDIA from sm_89 on.
-GPUS_WITH_FP8 = frozenset({"gfx942", "gfx950", "sm_89", "sm_90", "sm_1*"})
+from rocm_serve.platform.table import archs_of
 
 
 def triton_provider(
     op: str,
     *,
     folder: str | None = None,
-    archs: frozenset[str] = GPUS,
     limits: Callable[[Facts], str | None] = lambda facts: None,
     bound: Callable[[str, Facts], OwnBound | None] = lambda arch, facts: None,
 ) -> Provider:
@@ -30,7 +26,7 @@ def triton_provider(
     return Provider(
         "triton",
         load=lazy(f"rocm_serve.ops.{folder or op}.triton", op),
-        archs=archs,
+        archs=archs_of(op, "triton"),
         accepts=lambda facts: _not_here() or _rows(facts) or limits(facts),
         bound=bound,
         packages=("triton",),

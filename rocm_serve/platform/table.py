@@ -6,7 +6,9 @@ rest of a family, "*" for everything else.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from types import MappingProxyType
 from typing import Literal
 
@@ -60,8 +62,26 @@ PROVIDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+_GPUS = frozenset({"gfx*", "sm_*"})
+# Where Triton has instructions for e4m3: gfx942 in its own dialect, NVIDIA from sm_89 on.
+_GPUS_OF_TRITONS_FP8 = frozenset({"gfx942", "gfx950", "sm_89", "sm_90", "sm_1*"})
+# Where a provider's code runs at all, whatever is installed there. The reference runs anywhere.
+_ARCHS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "hip": frozenset({"gfx942", "gfx950", "sm_*"}),
+        "aiter": frozenset({"gfx942", "gfx950"}),
+        "torch": _GPUS,
+        "triton": _GPUS,
+    }
+)
+_ARCHS_OF_TRITONS = MappingProxyType(
+    dict.fromkeys(("fp8_linear", "moe_experts", "quantise_rows"), _GPUS_OF_TRITONS_FP8)
+)
+
 # Providers that lay an op's weights out their own way after loading: both layouts exist for a moment.
 LAY_OUT: Mapping[str, tuple[str, ...]] = MappingProxyType({"fp8_linear": ("aiter",), "moe_experts": ("aiter",)})
+
+_LAYER_OP = re.compile(r"layers\.(0|[1-9][0-9]*)\.(\w+)")  # one spelling of a layer: two could contradict each other
 
 # How FP8 weights meet the rows: dequantised against bf16 rows, or against rows quantised per 128 columns.
 Fp8Activation = Literal["bf16", "fp8_1x128"]
@@ -74,6 +94,30 @@ def provider_order(op: str, arch: str) -> tuple[str, ...]:
     by_op = next(PROVIDER_ORDER[name] for name in names if name in PROVIDER_ORDER)
     order = by_op.get(op, by_op.get("*", REFERENCE_ONLY))
     return tuple(name for name in order if name in PROVIDERS[op])
+
+
+def archs_of(op: str, provider: str) -> frozenset[str] | None:
+    """Return the architectures and families ("gfx*", "sm_*") that a provider of `op` runs on; None: any."""
+    if provider == "triton" and op in _ARCHS_OF_TRITONS:
+        return _ARCHS_OF_TRITONS[op]
+    return _ARCHS.get(provider)
+
+
+def not_on(arch: str, archs: frozenset[str] | None) -> str | None:
+    """Say why what runs on `archs` does not run on `arch`, or None where it does."""
+    if archs is None or any(fnmatch(_plain(arch), _plain(known)) for known in archs):
+        return None
+    return f"runs on {', '.join(sorted(archs))}, not on {arch}"
+
+
+def _plain(arch: str) -> str:
+    return arch.replace("_", "")  # the probe says sm_90, people say sm90
+
+
+def split_wish(name: str) -> tuple[int | None, str]:
+    """Split the name of an override: "op", of all layers, or "layers.N.op"."""
+    match = _LAYER_OP.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (None, name)
 
 
 def laid_out(arch: str, overrides: Mapping[str, str]) -> frozenset[str]:

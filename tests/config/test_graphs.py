@@ -75,7 +75,8 @@ def test_a_wish_counts_up_to_what_may_run() -> None:
 
 def test_two_ways_to_have_none() -> None:
     assert decided({"graph_max_batch": 0}) == (0, "", [])
-    assert decided({"enforce_eager": True, "graph_max_batch": 8}) == (0, "--enforce-eager", [])
+    assert decided({"enforce_eager": True}) == (0, "--enforce-eager", [])
+    assert decided({"enforce_eager": True, "graph_max_batch": 0}) == (0, "--enforce-eager", [])
 
 
 def test_a_cpu_has_none_and_says_so_to_who_asked() -> None:

@@ -172,7 +172,11 @@ def test_the_default_name_is_the_path_given(facts: ModelFacts) -> None:
         ({"dist_init_addr": "host:0"}, "--dist-init-addr 'host:0': legal: HOST:PORT, port 1..65535"),
         ({"seed": -1}, f"--seed -1: legal: 0..{2**63 - 1}"),
         ({"device": "rocm"}, "--device rocm: this host has cpu; legal: auto, cpu"),
-        ({"op": {"layers.8.linear": "reference"}}, "--op layers.8.linear: the model has layers 0..7"),
+        ({"op": {"layers.8.linear": "reference"}}, "--op layers.8.linear=reference: the model has layers 0..7"),
+        (
+            {"enforce_eager": True, "graph_max_batch": 8},
+            "--enforce-eager and --graph-max-batch 8 contradict; legal: one of them",
+        ),
         ({"model": ""}, "--model is empty; legal: the folder of a checkpoint"),
     ],
 )

@@ -99,7 +99,7 @@ def test_long_chunks_need_more_of_moris_heap_and_are_told_so(planned: Plan) -> N
     [
         ({}, 512 * (3 * 256 * 8192 + 4 * 3 * 2 * 64)),
         ({"ep": 8}, 64 * (3 * 2048 * 8192 + 4 * 3 * 16 * 64)),
-        ({"op": {"moe_experts": "triton", "fp8_linear": "triton"}}, 0),
+        ({"op": {"moe_experts": "triton"}}, 0),
     ],
 )
 def test_weights_of_a_layer_exist_twice_while_aiter_lays_them_out(

@@ -16,8 +16,8 @@ import rocm_serve.ops
 from rocm_serve.errors import UserError
 from rocm_serve.ops.bind import OPS, bind_ops
 from rocm_serve.ops.contract import Provider
-from rocm_serve.ops.triton_provider import GPUS_WITH_FP8
 from rocm_serve.platform.facts import fp8_dialect
+from rocm_serve.platform.table import archs_of
 
 FOLDERS = {"add_rms_norm": "rms_norm", "draw_token": "sampling", "log_sum_exp": "sampling"}
 PROVIDED = [name for name, op in OPS.items() if "triton" in op.providers]
@@ -70,6 +70,6 @@ def test_binding_on_a_cpu_imports_no_triton() -> None:
     "arch", ["gfx90a", "gfx942", "gfx950", "gfx1100", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"]
 )
 def test_fp8_kernels_are_offered_where_the_platform_says_there_is_fp8(arch: str) -> None:
-    provider = Provider("triton", load=lambda: torch.empty, archs=GPUS_WITH_FP8)
+    provider = Provider("triton", load=lambda: torch.empty, archs=archs_of("moe_experts", "triton"))
     dialect = fp8_dialect("rocm" if arch.startswith("gfx") else "cuda", arch)
     assert (provider.refusal(arch, {}) is None) == (dialect != "none")

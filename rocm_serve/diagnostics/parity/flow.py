@@ -23,7 +23,7 @@ from rocm_serve.diagnostics.parity.localise import (
     near_ties,
 )
 from rocm_serve.diagnostics.parity.prompts import Prompt
-from rocm_serve.diagnostics.parity.spec import Side, words_of_a_spec
+from rocm_serve.diagnostics.parity.spec import Side, in_words_of, words_of_a_spec
 from rocm_serve.diagnostics.parity.tap_files import TapWish, wish_file
 from rocm_serve.diagnostics.parity.world import WORKER, started
 from rocm_serve.errors import UserError
@@ -73,6 +73,7 @@ class _Side:
         self.folder.mkdir()
         with words_of_a_spec(f"--{name.lower()}", side.text):
             self.resolved: Resolved = given.prepare(side.config, self.folder)
+        self.notes = [in_words_of(side.text, note) for note in self.resolved.notes]
 
     def use(self, body: Callable[[Driver], None]) -> None:
         worker = self.given.workers.get(self.name, WORKER)
@@ -135,6 +136,10 @@ class _Run:
         return FP8_ROWS if quantised and side.resolved.fp8_activation == FP8_ROWS else "float32"
 
     def result(self) -> Parity:
+        for side in (self.a, self.b):
+            if side is not None:
+                for note in side.notes:
+                    self.say(f"{side.name}: {note}")
         self.say(f"A: {self.given.a.text}: all at once, then token by token")
         self.a.use(self._first_of_a)
         if self.rounds:

@@ -64,7 +64,7 @@ def parse_side(text: str, model: Path, flag: str, *, longest: int) -> Side:
     ops: list[str] = []
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
-        if not equals or not value:
+        if not equals or not value or key == "op.":
             raise UserError(f"{flag} {text}: {part!r} is no KEY=VALUE; legal: {LEGAL}")
         if key.startswith("op."):
             ops.append(f"{key.removeprefix('op.')}={value}")
@@ -91,9 +91,19 @@ def words_of_a_spec(flag: str, text: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        words = re.sub(r"--op '?(?=\w)", "op.", str(error))
-        for key, field in KEYS.items():
-            words = re.sub(rf"{load.flag_name(field)} (?=[\w.-]*\d)", f"{key}=", words)
-            words = re.sub(rf"{load.flag_name(field)}\b", key, words)
-        said = words.startswith(f"{text}: ")
+        words = in_words_of(text, str(error))
+        said = re.match(rf"{re.escape(text)}[: ]", words)  # no need to say it twice
         raise UserError(f"{flag} {words}" if said else f"{flag} {text}: {words}") from None
+
+
+def in_words_of(text: str, sentence: str) -> str:
+    """Write KEY=VALUE and KEY of a SPEC in the place of the flags of `serve`."""
+    given = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+    words = re.sub(r"--op '?(?=\w)", "op.", sentence)
+    for key, field in KEYS.items():
+        flag = load.flag_name(field)
+        if key in given:
+            words = re.sub(rf"{flag} (?={re.escape(given[key])}[: ])", f"{key}=", words)
+        words = re.sub(rf"{flag} (?=[\w.-]*\d)", f"{key}=", words)
+        words = re.sub(rf"{flag}\b", key, words)
+    return words

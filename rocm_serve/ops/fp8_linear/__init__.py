@@ -3,7 +3,7 @@ from rocm_serve.ops.contract import Op, rounding_tolerances
 from rocm_serve.ops.fp8_linear import whole_range
 from rocm_serve.ops.fp8_linear.cases import CASES
 from rocm_serve.ops.fp8_linear.reference import fp8_linear
-from rocm_serve.ops.triton_provider import GPUS_WITH_FP8, triton_provider
+from rocm_serve.ops.triton_provider import triton_provider
 
 OP = Op(
     "fp8_linear",
@@ -13,6 +13,6 @@ OP = Op(
     weights=("weight_NK", "scale"),
     others=(
         aiter_provider("fp8_linear", semantics=whole_range.fp8_linear),
-        triton_provider("fp8_linear", archs=GPUS_WITH_FP8),
+        triton_provider("fp8_linear"),
     ),
 )

@@ -6,7 +6,7 @@ from rocm_serve.ops.moe_experts import hidden_unquantised, whole_range
 from rocm_serve.ops.moe_experts.cases import CASES
 from rocm_serve.ops.moe_experts.reference import moe_experts
 from rocm_serve.ops.tiles_moe import MOST_FEW_ROWS
-from rocm_serve.ops.triton_provider import GPUS_WITH_FP8, triton_provider
+from rocm_serve.ops.triton_provider import triton_provider
 
 _FP32_WHY = (
     "fp32 sums; where rows are quantised, a last-bit difference of the hidden activation moves an FP8 value by one of "
@@ -36,6 +36,6 @@ OP = Op(
     weights=("w13_EIH", "w2_EHI", "w13_scale", "w2_scale"),
     others=(
         aiter_provider("moe_experts", semantics=whole_range.moe_experts),
-        triton_provider("moe_experts", archs=GPUS_WITH_FP8, bound=_triton_bound),
+        triton_provider("moe_experts", bound=_triton_bound),
     ),
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_serve.diagnostics.parity.spec import parse_side
+from rocm_serve.diagnostics.parity.spec import in_words_of, parse_side, words_of_a_spec
 from rocm_serve.errors import UserError
 
 MODEL = Path("nowhere")
@@ -32,6 +32,7 @@ def test_hf_is_a_side_without_a_configuration() -> None:
     [
         ("tp", ("--a tp", "KEY=VALUE")),
         ("tp=", ("KEY=VALUE",)),
+        ("op.=reference", ("--a op.=reference: 'op.=reference' is no KEY=VALUE",)),
         ("speed=3", ("unknown key 'speed'", "chunk", "op.OP")),
         ("tp=two", ("--a tp 'two'", "a whole number")),
         ("dtype=float16", ("bfloat16, float32",)),
@@ -45,7 +46,7 @@ def test_hf_is_a_side_without_a_configuration() -> None:
         ("chunk=0", ("--a chunk=0: legal: 1 or more",)),
         ("running=0", ("--a running=0: legal: 1 or more",)),
         ("mem_fraction=1.5", ("--a mem_fraction=1.5: legal: above 0, up to 1",)),
-        ("op.attention=reference", ("--a op.attention=reference: op.attention: no such op",)),
+        ("op.attention=reference", ("--a op.attention=reference: no such op",)),
         ("op.linear=fast", ("--a op.linear=fast: no such provider",)),
         (
             "op.linear=reference,op.linear=triton",
@@ -59,3 +60,25 @@ def test_what_cannot_be_read_is_refused_with_what_is_legal(text: str, words: tup
     for word in words:
         assert word in str(refused.value)
     assert not re.search(r"--(?!a\b)", str(refused.value)), "parity has no such flag"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence", "said"),
+    [
+        ("op.linear=hip", "--op linear=hip: not here", "op.linear=hip: not here"),
+        ("tp=2,op.linear=hip", "--op linear=hip: not here", "tp=2,op.linear=hip: op.linear=hip: not here"),
+        ("device=rocm", "--device rocm: no GPU", "device=rocm: no GPU"),
+        ("expert_exchange=mori", "--expert-exchange mori runs on rocm", "expert_exchange=mori runs on rocm"),
+        ("tp=1", "--tp 16 x --pp 1", "tp=1: tp=16 x pp=1"),
+    ],
+)
+def test_what_serve_refuses_is_said_in_words_of_the_spec_and_once(text: str, sentence: str, said: str) -> None:
+    with pytest.raises(UserError) as refused, words_of_a_spec("--a", text):
+        raise UserError(sentence)
+    assert str(refused.value) == f"--a {said}"
+
+
+def test_notes_are_in_words_of_the_spec() -> None:
+    note = "--attention-backend triton: no such provider"
+    assert in_words_of("attention_backend=triton", note) == "attention_backend=triton: no such provider"
+    assert in_words_of("tp=1", note) == "attention_backend triton: no such provider"
