@@ -131,10 +131,11 @@ AHEAD_STATES = (
 )
 
 
-def judge(story: Story) -> Log:
+def judge(story: Story, replay: bool = True) -> Log:
     log = drive(story)
     judge_answers(story, log)
-    assert msgspec.msgpack.encode(drive(story).plans) == msgspec.msgpack.encode(log.plans), "not a replay"
+    if replay:
+        assert msgspec.msgpack.encode(drive(story).plans) == msgspec.msgpack.encode(log.plans), "not a replay"
     return log
 
 
@@ -157,12 +158,12 @@ def test_nor_where_steps_are_planned_ahead_of_their_tokens() -> None:
 
 
 def reach(states: tuple[str, ...], story: Callable[[int], Story]) -> None:
-    """Judge 200 stories, and more while one of `states` has not been reached."""
+    """Judge 200 stories, every fourth also as a replay, and more while one of `states` has not been reached."""
     census: Counter[str] = Counter()
     for number in range(2000):
         if number >= 200 and all(census[name] for name in states):
             break
-        log = judge(story(number))
+        log = judge(story(number), replay=number % 4 == 0)
         census.update(name for name, count in log.census.items() if count)
     print(census)
     missed = [name for name in states if not census[name]]

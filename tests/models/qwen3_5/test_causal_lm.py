@@ -28,6 +28,7 @@ from tests.models.harness import (
 )
 
 LENGTHS = (1, 3, 63, 64, 65, 130)
+NEW_TOKENS = {1: 8, 7: 8, 16: 8, 64: 64}  # by chunk: what a size leaves behind shows in the first; one goes all the way
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -110,11 +111,11 @@ def greedy(run: Pipeline, texts: list[Text], prompts: list[list[int]], chunk: in
     return out
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 7, 16)] + [64])
+@pytest.mark.parametrize("chunk", [pytest.param(n, marks=pytest.mark.slow) for n in NEW_TOKENS if n < 64] + [64])
 def test_greedy_answers_are_hf_s_or_part_where_its_best_two_are_level(hf: nn.Module, chunk: int) -> None:
     prompts = [random_tokens(n, 20 + n) for n in LENGTHS]
     texts = [text(i + 1) for i in range(len(prompts))]
-    answers = greedy(ours(hf, pages=20 * len(prompts)), texts, prompts, chunk, 64)
+    answers = greedy(ours(hf, pages=20 * len(prompts)), texts, prompts, chunk, NEW_TOKENS[chunk])
     level_places = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         best = hf_logits(hf, prompt + answer, len(prompt))[len(prompt) - 1 : -1].log_softmax(-1).topk(2)
@@ -123,7 +124,7 @@ def test_greedy_answers_are_hf_s_or_part_where_its_best_two_are_level(hf: nn.Mod
                 assert best.values[i, 0] - best.values[i, 1] < 1e-4, (len(prompt), i)
                 level_places += 1
                 break
-    assert level_places <= 1, "at most one level place in these 384 tokens"
+    assert level_places <= 1, "at most one level place in these tokens"
 
 
 @pytest.mark.parametrize("moe", [True, False])
