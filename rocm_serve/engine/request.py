@@ -10,7 +10,7 @@ from rocm_serve.messages import EffectiveLimits, Sampled, Work
 from rocm_serve.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from rocm_serve.engine.scheduler import InFlight
+    from rocm_serve.engine.holdings import InFlight
 
 
 @dataclass(slots=True, eq=False)

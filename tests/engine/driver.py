@@ -92,7 +92,7 @@ class Driver:
         for name in ids:
             if name in self.ended:
                 continue
-            (request,) = [r for r in self.scheduler._by_rid.values() if r.request_id == name]
+            (request,) = [r for r in self.scheduler.held.by_rid.values() if r.request_id == name]
             census["abort in flight"] += request.in_flight > 0
             census["abort while waiting"] += request.slot == 0
             census["abort with drafts in flight"] += any(
@@ -108,7 +108,7 @@ class Driver:
     def _schedule(self) -> bool:
         before = self.scheduler.stats().preemptions
         victims = {rid: r for rid, r in self.scheduler.running.items() if r.in_flight}
-        kept = {rid: (r, r.drafts) for rid, r in self.scheduler.ready.items() if r.drafts}
+        kept = {rid: (r, r.drafts) for rid, r in self.scheduler.held.ready.items() if r.drafts}
         drafting = self.story.drafting[self.tick % len(self.story.drafting)]
         plan = self.scheduler.schedule(drafting)
         self.scheduler.check()
@@ -119,9 +119,9 @@ class Driver:
             census["preemption in flight"] += any(r.slot == 0 for r in victims.values())
             census["drafts dropped at preemption"] += any(r.slot == 0 for r, _ in kept.values())
             census["prompt preempted"] += any(r.slot == 0 and r.awaits is None for r in victims.values())
-        if self.scheduler.waiting and self.scheduler.slots.num_free and not self._full:
+        if self.scheduler.held.waiting and self.scheduler.held.slots.num_free and not self._full:
             census["exhaustion: pages keep a request waiting"] += 1
-        if not self.scheduler.slots.num_free and self.scheduler.waiting:
+        if not self.scheduler.held.slots.num_free and self.scheduler.held.waiting:
             census["exhaustion: slots keep a request waiting"] += 1
         doomed = [r.request_id for r in victims.values() if r.slot == 0 and self._job(r.request_id).dies_as_victim]
         if plan is None:
@@ -129,7 +129,7 @@ class Driver:
             return False
         self._judge(plan)
         self._judge_ahead(plan)
-        full = preempted or self.scheduler.pages.num_free == 0
+        full = preempted or self.scheduler.held.pages.num_free == 0
         self._judge_drafts(plan, {rid: drafts for rid, (_, drafts) in kept.items()}, drafting, full)
         self.log.plans.append(plan)
         self.results.append(self.worker.execute(plan))
@@ -153,7 +153,7 @@ class Driver:
         assert len(plan.work) <= min(limits.max_running_requests, limits.num_slots)
         cut = min(64, limits.chunked_prefill_size)
         for work in plan.work:
-            request = self.scheduler._by_rid[work.rid]
+            request = self.scheduler.held.by_rid[work.rid]
             self.rids[work.rid] = request.request_id
             end = work.start + work.num_rows
             if not work.recurrent:
@@ -174,7 +174,7 @@ class Driver:
         alive = {r.rid for r in self.scheduler.running.values()}
         assert plan.reads == max((drawn[w.rid][1] for w in plan.work if w.pending), default=-1)
         for work in plan.work:
-            request = self.scheduler._by_rid[work.rid]
+            request = self.scheduler.held.by_rid[work.rid]
             self.params[work.rid] = request.params
             assert work.pending == (work.rid in drawn), "a row of a token that nobody draws"
             if work.pending:
@@ -196,7 +196,7 @@ class Driver:
         """Drafts are what was proposed last, as long as they can be wanted and pages hold them: fewer when `full`."""
         census, limits = self.log.census, self.story.limits
         for work in plan.work:
-            request, proposed = self.scheduler._by_rid[work.rid], kept.get(work.rid, ())
+            request, proposed = self.scheduler.held.by_rid[work.rid], kept.get(work.rid, ())
             assert work.drafts == proposed[: len(work.drafts)] and (drafting or not (work.drafts or work.proposals))
             assert work.proposals <= limits.draft_tokens
             end = work.start + work.num_rows
@@ -221,7 +221,7 @@ class Driver:
 
     def _commit(self) -> None:
         census = self.log.census
-        waiting = {r.request_id for r in self.scheduler.waiting}
+        waiting = {r.request_id for r in self.scheduler.held.waiting}
         result, work = self.results.popleft(), {w.rid: w for w in self.scheduler.in_flight[0].plan.work}
         ahead = {w.rid for record in list(self.scheduler.in_flight)[1:] for w in record.plan.work if w.pending}
         runs = {self.rids[s.rid]: (s, work[s.rid]) for s in result.sampled if s.tokens}

@@ -30,6 +30,8 @@ ENGINE = Path(rocm_serve.engine.__file__).parent
 NAMES = {
     "blocks.py": "Pool",
     "request.py": "Request",
+    "holdings.py": "Holdings",
+    "planner.py": "Planner",
     "scheduler.py": "Scheduler",
     "drafting.py": "DraftPolicy",
     "core.py": "EngineCore",

@@ -13,7 +13,11 @@ from tests.engine.test_scheduler import judge_answers
 
 # file -> (as it is, with the fault, what the fault is)
 FAULTS = {
-    "scheduler.py": [
+    "holdings.py": [
+        ("victim.planned = victim.accepted = 0", "victim.planned = 0", "accepted rows taken into a cleared state"),
+        ("        victim.drafts = ()\n", "", "drafts kept over preemption"),
+    ],
+    "planner.py": [
         ("            request.accepted,\n", "            request.accepted + 1,\n", "one more than the accepted count"),
         (
             "            request.accepted,\n",
@@ -21,16 +25,8 @@ FAULTS = {
             "K + 1 instead of the accepted count",
         ),
         ("            request.accepted,\n", "            0,\n", "the accepted count is not told"),
-        ("            request.planned += outcome.accepted\n", "", "accepted rows computed again"),
-        ("victim.planned = victim.accepted = 0", "victim.planned = 0", "accepted rows taken into a cleared state"),
-        ("        victim.drafts = ()\n", "", "drafts kept over preemption"),
         ("        request.accepted, request.drafts = 0, ()\n", "        request.accepted = 0\n", "old drafts again"),
         ("        request.accepted, request.drafts = 0, ()\n", "        request.drafts = ()\n", "accepted told twice"),
-        (
-            "        elif request.slot and request.awaits is None:\n            request.planned",
-            "        else:\n            request.planned",
-            "a victim drafts",
-        ),
         ("pages_for(last + proposals, size)", "pages_for(last, size)", "no look-ahead page"),
         ("pages_for(last + proposals, size)", "pages_for(end, size)", "no page for drafts"),
         ("room - len(drafts), request.longest - last - 1)", "room - len(drafts))", "drafts beyond the end"),
@@ -44,6 +40,15 @@ FAULTS = {
             "drafts before known rows",
         ),
         ("            rows + len(drafts),\n", "            rows,\n", "drafts are no rows"),
+        ("pages_for(1 + 2 * limits.draft_tokens, limits.page_size)", "1", "no room to grow by drafts"),
+    ],
+    "scheduler.py": [
+        ("            request.planned += outcome.accepted\n", "", "accepted rows computed again"),
+        (
+            "        elif request.slot and request.awaits is None:\n            request.planned",
+            "        else:\n            request.planned",
+            "a victim drafts",
+        ),
         ("outcome.logprobs[: len(tokens)]", "outcome.logprobs", "log-probs behind the end"),
         (
             "Output(request.request_id, tokens, outcome",
@@ -53,7 +58,6 @@ FAULTS = {
         ('["generation_tokens"] += tokens', '["generation_tokens"] += accepted + 1', "tokens behind the end counted"),
         ("position < accepted", "position <= accepted", "one accepted too many counted"),
         ("        check_outcome(request, work, outcome)\n", "", "results are believed"),
-        ("pages_for(1 + 2 * limits.draft_tokens, limits.page_size)", "1", "no room to grow by drafts"),
     ],
     "request.py": [
         (
@@ -93,7 +97,7 @@ def crowded_stories() -> None:
 
 
 def judges(file: str) -> Iterator[Judge]:
-    if file in ("scheduler.py", "request.py"):
+    if file not in ("drafting.py", "core.py"):
         yield from calls_of(test_scheduler_drafting)
         yield crowded_stories
     yield from calls_of(test_drafting if file == "drafting.py" else test_core_loop)

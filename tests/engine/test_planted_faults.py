@@ -13,11 +13,24 @@ from tests.engine.test_scheduler import crowded_story, judge_answers
 
 # file -> (as it is, with the fault, what the fault is)
 FAULTS = {
-    "scheduler.py": [
+    "holdings.py": [
         ("        request.pages.clear()\n", "", "pages kept after release"),
         ("victim.planned = victim.accepted = 0", "victim.accepted = 0", "a victim keeps its progress"),
         ("self.waiting.appendleft(victim)", "self.waiting.append(victim)", "a victim queues last"),
-        ("next(reversed(self.running.values()))", "next(iter(self.running.values()))", "the oldest is the victim"),
+        (
+            "            del request.awaits.members[request.rid]\n",
+            "            pass\n",
+            "groups count the gone",
+        ),
+        ("        if request.mentioned:\n", "        if True:\n", "release of the unmentioned"),
+        ("            self.released.append(request.rid)\n", "            pass\n", "never released"),
+    ],
+    "planner.py": [
+        (
+            "next(reversed(self._held.running.values()))",
+            "next(iter(self._held.running.values()))",
+            "the oldest is the victim",
+        ),
         ("if request.in_flight or pages_for", "if pages_for", "a victim resumes too early"),
         ("            spare -= self.growth + max(", "            spare -= max(", "no page of growth"),
         ("spare -= pages_for(request.known, size) + self.growth", "pass", "pages promised twice"),
@@ -36,17 +49,7 @@ FAULTS = {
         ("            sketch.budget -= rows\n            spare", "            spare", "new ones do"),
         ("(*sketch.recurrent, *sketch.prompts)", "(*sketch.prompts, *sketch.recurrent)", "prompts first"),
         ("sum(count > base for", "sum(count < base for", "groups uneven"),
-        (
-            "            del request.awaits.members[request.rid]\n",
-            "            pass\n",
-            "groups count the gone",
-        ),
-        ("        self._released.clear()\n", "", "released again and again"),
-        ("        if request.mentioned:\n", "        if True:\n", "release of the unmentioned"),
-        ("            self._released.append(request.rid)\n", "            pass\n", "never released"),
-        ("elif request.slot and request.awaits", "elif request.awaits", "a waiting victim is ready"),
-        (" and request.awaits is None:\n", ":\n", "ready while a second token is drawn"),
-        ("if request.awaits is record:", "if True:", "a second token is forgotten"),
+        ("        self._held.released.clear()\n", "", "released again and again"),
         ("request.planned == request.known < request.longest", "True", "a row ahead behind two, or behind the length"),
         ("request.known < request.longest", "request.known", "a row ahead behind the length"),
         (" if record.plan.seq <= last]", "]", "a row ahead of a near plan"),
@@ -55,9 +58,14 @@ FAULTS = {
         ("divmod(len(mine) + sum(others), self.stages)", "divmod(len(mine) + sum(others), 1)", "no groups"),
         ("        sketch.record.hosted |= request.hosted\n", "", "planned ahead of the host"),
         ("pending = end > request.known", "pending = False", "a row ahead reads an old token"),
+        ("if len(self._held.in_flight) >= (", "if self._held.in_flight or 0 >= (", "one plan in flight"),
+    ],
+    "scheduler.py": [
+        ("elif request.slot and request.awaits", "elif request.awaits", "a waiting victim is ready"),
+        (" and request.awaits is None:\n", ":\n", "ready while a second token is drawn"),
+        ("if request.awaits is record:", "if True:", "a second token is forgotten"),
         ("before = max(work.start, request.scored)", "before = work.start", "scores counted twice"),
         ("request.prompt_len - 1))", "request.prompt_len))", "one score too many"),
-        ("if len(self.in_flight) >= (", "if self.in_flight or 0 >= (", "one plan in flight"),
     ],
     "request.py": [
         ("count > request.params.min_tokens", "count > 0", "min_tokens ignored"),

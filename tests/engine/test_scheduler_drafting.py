@@ -130,7 +130,7 @@ def test_no_row_is_computed_for_a_token_that_cannot_come_out(max_tokens: int, ma
 
 def test_drafts_take_the_pages_that_known_rows_leave_and_preempt_nobody() -> None:
     stage = stage_of(ALL_RIGHT, page_size=1, num_pages=60)
-    pool = stage.scheduler.pages
+    pool = stage.scheduler.held.pages
     stage.add("a", 3, max_tokens=14)
     stage.add("b", 3, max_tokens=14)
     for free, proposals in ((2, [0, 0]), (3, [1, 0])):
@@ -166,7 +166,7 @@ def test_a_victim_forgets_drafts_and_what_was_accepted() -> None:
         stage.commit()
     b = stage.scheduler.running[1]
     assert (b.accepted, len(b.drafts)) == (2, 2)
-    stage.scheduler._preempt(b)
+    stage.scheduler.held.preempt(b)
     stage.scheduler.check()
     (again,) = [work for work in stage.plan().work if work.rid == 1]
     assert (again.start, again.num_rows, again.accepted, again.drafts) == (0, 3, 0, ()) and len(again.tokens) == 3

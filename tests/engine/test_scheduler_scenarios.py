@@ -110,7 +110,7 @@ def run_until_victim_in_flight(stage: Stage) -> Plan:
     stage.plan()
     while True:
         plan = stage.plan()
-        b = [r for r in stage.scheduler.waiting if r.in_flight]
+        b = [r for r in stage.scheduler.held.waiting if r.in_flight]
         if b:
             assert [r.request_id for r in b] == ["b"]
             return plan
@@ -122,7 +122,7 @@ def test_the_token_of_a_victim_in_flight_is_kept() -> None:
     run_until_victim_in_flight(stage)
     before = len(stage.tokens("b"))
     while len(stage.tokens("b")) == before:
-        assert "b" in [r.request_id for r in stage.scheduler.waiting]
+        assert "b" in [r.request_id for r in stage.scheduler.held.waiting]
         stage.commit()
     stage.finish()
     for name in "ab":
@@ -134,7 +134,7 @@ def test_a_victim_in_flight_is_not_resumed_before_its_token_is_known() -> None:
     stage = two_in_flight(depth=3)
     run_until_victim_in_flight(stage)
     stage.scheduler.abort(("a",))
-    (b,) = stage.scheduler.waiting
+    (b,) = stage.scheduler.held.waiting
     assert b.in_flight and stage.scheduler.stats().pages_used == 0 and len(stage.results) == 2
     assert stage.scheduler.schedule() is None, "a plan may go out, all pages are free, and yet b must wait"
     stage.finish()
