@@ -96,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.manual_seed(arguments.seed)
         if device.type == "cpu" and not arguments.cpu:
             raise UserError("torch sees no GPU on this machine, so nothing was run; --cpu tries the program itself")
+        stage.check_ops(arguments.shape, arguments.op)
         run = Measuring(arguments, _command(argv or sys.argv[1:]), device)
         print(f"{run.run.machine['gpu']}, seed {arguments.seed}, ceilings {run.run.measured_ceilings}", flush=True)
         todo = list(product(arguments.levels, arguments.shape))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rocm_serve.config.experts import expert_plan
-from rocm_serve.config.resolve import resolve
+from rocm_serve.config.resolve import LEAST_MODEL_LEN, resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
 from rocm_serve.executor import stage_memory
 from rocm_serve.executor.binding import op_facts
@@ -60,27 +60,8 @@ def rank_of(
     kv_cache_dtype: str = "auto",
 ) -> Rank:
     """Decide what a start would decide, and bind ops by the table of this machine. Errors: UserError."""
-    facts = facts_of(name)
-    gpus = gpus_seen_by_torch()
-    device = device_here()
-    platform = Platform(
-        device="cpu" if gpus.kind == "none" else gpus.kind,
-        arch=gpus.arch,
-        num_gpus=gpus.num_gpus,
-        compute_units=gpus.compute_units,
-        hbm_bytes=gpus.hbm_bytes,
-        gpu_name=gpus.name,
-        cores=1,
-        free_ram_bytes=free_ram_bytes(),
-    )
-    config = ServeConfig(
-        model=name,
-        max_running_requests=running,
-        max_model_len=longest,
-        op=dict(op or {}),
-        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
-    )
-    resolved = resolve(config, facts, platform, vocab_used=facts.vocab_size, run_dir="", free_port=lambda: 0)
+    facts, device, gpus = facts_of(name), device_here(), gpus_seen_by_torch()
+    resolved = _resolved(name, running=running, longest=longest, op=op or {}, kv_cache_dtype=kv_cache_dtype)
     coord = Mesh(1, 1).coord(0)
     params = stage_params(facts, coord, formats=ConfigFormats(facts), mtp=False)
     arch = "cpu" if device.type == "cpu" else gpus.arch
@@ -96,6 +77,35 @@ def rank_of(
     )
     ops = bind_ops(resolved.op, arch, facts=static.mapping(), activation=resolved.fp8_activation)
     return Rank(name, facts, resolved, coord, params, ops, device, arch, gpus.compute_units)
+
+
+def check_ops(names: Sequence[str], op: Mapping[str, str]) -> None:
+    """Refuse a wish for a provider that one of the shapes cannot have, before any of them is run. Errors: UserError."""
+    for name in names:
+        _resolved(name, running=1, longest=LEAST_MODEL_LEN, op=op, kv_cache_dtype="auto")
+
+
+def _resolved(name: str, *, running: int, longest: int, op: Mapping[str, str], kv_cache_dtype: str) -> Resolved:
+    gpus = gpus_seen_by_torch()
+    platform = Platform(
+        device="cpu" if gpus.kind == "none" else gpus.kind,
+        arch=gpus.arch,
+        num_gpus=gpus.num_gpus,
+        compute_units=gpus.compute_units,
+        hbm_bytes=gpus.hbm_bytes,
+        gpu_name=gpus.name,
+        cores=1,
+        free_ram_bytes=free_ram_bytes(),
+    )
+    config = ServeConfig(
+        model=name,
+        max_running_requests=running,
+        max_model_len=longest,
+        op=dict(op),
+        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
+    )
+    facts = facts_of(name)
+    return resolve(config, facts, platform, vocab_used=facts.vocab_size, run_dir="", free_port=lambda: 0)
 
 
 def load(rank: Rank, seed: int) -> LoadedStage:

@@ -196,6 +196,15 @@ def test_without_a_gpu_nothing_runs(capsys: pytest.CaptureFixture[str], monkeypa
     assert "no GPU" in capsys.readouterr().err
 
 
+def test_a_wish_that_no_shape_can_have_is_refused_before_any_is_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--op", "layers.3.gdn_chunk=reference"]) == 2
+    out, err = capsys.readouterr()
+    assert err == (
+        "bench_gpu: --op layers.3.gdn_chunk=reference: layer 3 does not call gdn_chunk; it runs in layers 0 to 2\n"
+    )
+    assert not out
+
+
 def test_what_has_an_aim_comes_first() -> None:
     makes = [(make.func.__name__, make.keywords) for make in op_points((1, 16), (1024,))]  # type: ignore[attr-defined]
     assert makes[:2] == [("attention", {"rows": 16, "context": c}) for c in (8192, 65536)]
