@@ -132,7 +132,7 @@ def resolve(
     dtype = _dtype(config, facts, device, reasons)
     config = _with_memory(config, facts, platform, device, dtype, reasons)
     preferred, unmet = _attention(config, arch, reasons)
-    activation = _fp8_activation(config, facts, arch, reasons)
+    activation = _fp8_activation(config, facts, arch, reasons, unmet)
     decided: dict[str, object] = {
         "served_model_name": _name(config, reasons),
         **_where(config, place, environ, free_port, find_network, reasons),
@@ -234,8 +234,12 @@ def _kv_dtype(config: ServeConfig, dtype: DtypeName, reasons: dict[str, str]) ->
     return dtype
 
 
-def _fp8_activation(config: ServeConfig, facts: ModelFacts, arch: str, reasons: dict[str, str]) -> Fp8ActivationName:
+def _fp8_activation(
+    config: ServeConfig, facts: ModelFacts, arch: str, reasons: dict[str, str], notes: list[str]
+) -> Fp8ActivationName:
     if config.fp8_activation != "auto":
+        if facts.quantization is None:
+            notes.append(f"--fp8-activation {config.fp8_activation} has no effect: the model has no FP8 weights")
         return config.fp8_activation
     chosen = fp8_activation(arch)
     if facts.quantization is not None:
@@ -324,6 +328,8 @@ def _attention(config: ServeConfig, arch: str, reasons: dict[str, str]) -> tuple
     if wish == "auto":
         return preferred, []
     open_ops = [op for op in _ATTENTION if op not in config.op]
+    if not open_ops:
+        return preferred, [f"--attention-backend {wish} has no effect: --op names the providers of both ops"]
     without = [op for op in open_ops if wish not in provider_order(op, arch)]
     for op in open_ops:
         if op not in without:

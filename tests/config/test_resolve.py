@@ -227,6 +227,16 @@ def test_an_attention_backend_that_the_device_lacks_is_a_note_and_not_an_error(
     assert resolved(facts, attention_backend="reference").notes == ()
 
 
+def test_a_wish_that_has_no_effect_here_is_a_note(facts: ModelFacts) -> None:
+    assert resolved(facts, fp8_activation="fp8_1x128").notes == (
+        "--fp8-activation fp8_1x128 has no effect: the model has no FP8 weights",
+    )
+    both = dict.fromkeys(("attention_prefill", "attention_decode"), "reference")
+    assert resolved(facts, attention_backend="triton", op=both).notes == (
+        "--attention-backend triton has no effect: --op names the providers of both ops",
+    )
+
+
 def test_notes_of_the_command_line_and_of_foreign_variables_are_kept(facts: ModelFacts) -> None:
     config = ServeConfig(model="some/dir")
     out = resolve(
