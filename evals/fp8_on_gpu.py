@@ -132,15 +132,18 @@ def triton_lines(device: torch.device, dtype: torch.dtype, g: torch.Generator) -
     ):
         yield Line(f"Triton's quantisation: {part} that differ", differing(got, expected), 0, 0)
     w, s = _weight(device, dtype, g, 2560, 8192)
-    plain, choice = common.dot_dtype, importlib.import_module("triton.language")
+    by_rule, choice = (common.dot_dtype, linear.reads), importlib.import_module("triton.language")
     fp8 = {torch.float8_e4m3fn: choice.float8e4nv, torch.float8_e4m3fnuz: choice.float8e4b8}[dtype]
-    for name, dot in (("bf16", choice.bfloat16), ("FP8", fp8)):
-        vars(linear)["dot_dtype"] = lambda *_, dot=dot, **__: dot
+    for name, dot, reads in (
+        ("multiplied as bf16", lambda *_, **__: choice.bfloat16, lambda *_: False),  # in the form for all rows
+        ("multiplied as FP8", lambda *_, **__: fp8, lambda *_: False),
+        ("by rule", *by_rule),
+    ):
+        vars(linear).update(dot_dtype=dot, reads=reads)
         for rows in (1, 300):
             got = linear.fp8_linear(x[:rows], w, s, activation="fp8_1x128")
             expected = multiply_1x128(x[:rows], w, s).to(torch.bfloat16)
-            yield Line(f"Triton's product, {rows} rows, multiplied as {name}", relative(got, expected), 0, 2e-3)
-    vars(linear)["dot_dtype"] = plain
+            yield Line(f"Triton's product, {rows} rows, {name}", relative(got, expected), 0, 2e-3)
     w13, s13 = _weight(device, dtype, g, 16, 512, 8192)
     w2, s2 = _weight(device, dtype, g, 16, 8192, 256)
     told = {"dtype": "bfloat16", "activation": "fp8_1x128", "expert_fp8": True}

@@ -1,12 +1,12 @@
 """Tiles of the product with a block-FP8 weight in Triton, by rule and to be tried; see tiles.py. No torch.
 
-A shape: `rows`, `n` rows of the weight, `k` columns, `bits` of the factors by rule, `fp8`: rows are quantised. A
-program makes BM rows by BN columns of the result, BK columns of both at a time.
+A shape: `rows`, `n` rows of the weight, `k` columns, `bits` of the factors of the form for all rows, `fp8`: rows are
+quantised. A program makes BM rows by BN columns of the result, BK columns of both at a time.
 
-MANY: of triton_rows.py. Both factors are FP8, and PARTS blocks of BN columns share the rows. Tiles of GROUP times BM
-rows follow each other down the columns, so that a weight is read once for all of them. PROGRAMS: as many take one tile
-after the other; 0: one each. DESC: the card's copy engine reads both factors (NVIDIA's, sm_90). REGS: rows are
-multiplied from registers.
+MANY: of triton_rows.py; without it, the form for all rows. Both factors are FP8, and PARTS blocks of BN columns share
+the rows. Tiles of GROUP times BM rows follow each other down the columns, so that a weight is read once for all of
+them. PROGRAMS: as many take one tile after the other; 0: one each. DESC: the card's copy engine reads both factors
+(NVIDIA's, sm_90). REGS: rows are multiplied from registers.
 """
 
 from __future__ import annotations
@@ -17,46 +17,80 @@ Tile = dict[str, int]
 Shape = Mapping[str, int]
 
 _BLOCK = 128  # of FP8 scales, both ways
-_FEWEST = 64  # rows for which more than the rule's tile is tried
+_FEWEST = 64  # rows for which more than the rule's tile is tried where no copy engine reads
+_FEWEST_BY_ENGINE = 1  # rows that the copy engine reads by rule
 _ENGINES = ("sm_90",)  # cards whose copy engine reads tiles
 _UNITS = 132  # of such a card
+_BUSY = 96  # programs that keep it busy
 
 
 def fp8_linear_tile(shape: Shape, arch: str) -> Tile:
-    """Choose by rows alone. float32 is for proofs, not for speed: it is unrolled into fused multiply-adds."""
-    if shape["bits"] == 32:
-        return _tile(16, 32, 4, 1)
-    rows = next((size for size in (16, 32, 64) if shape["rows"] <= size), 128)
-    deep = 128 if shape["bits"] == 8 else 64
-    return _tile(rows, deep, 8 if rows >= 64 else 4, 2 if arch.startswith("gfx") else 3)
+    """Choose by rows and columns: FP8 rows and weights of whole blocks where a copy engine reads both, else by rows."""
+    if _for_many(shape) and arch in _ENGINES and shape["rows"] >= _FEWEST_BY_ENGINE:
+        return _by_engine(shape)
+    return _for_all(shape, arch)
 
 
 def fp8_linear_tiles(shape: Shape, arch: str) -> list[Tile]:
-    """List what may win for many rows, of weights of whole blocks."""
-    whole = shape["n"] % _BLOCK == 0 and shape["k"] % _BLOCK == 0
-    if shape["bits"] == 32 or not shape["fp8"] or not whole or shape["rows"] < _FEWEST:
+    """List what may win for FP8 rows and weights of whole blocks."""
+    if not _for_many(shape):
         return []
+    rows = shape["rows"]
     if arch not in _ENGINES:
-        sizes = (64,) if shape["rows"] < 128 else (64, 128)
+        sizes = [bm for bm in (64, 128) if bm <= rows]
         stages = 2 if arch.startswith("gfx") else 3
         return [_many(bm, 128, 1, warps, stages, GROUP=8) for bm in sizes for warps in (4, 8)]
     # Compiled for sm_90, none spills or has its matrix instructions serialised.
+    large = [
+        _many(128, 128, 1, 8, 4, DESC=1),
+        _many(128, 128, 1, 8, 4, DESC=1, PROGRAMS=_UNITS),
+        _many(128, 64, 2, 8, 4, DESC=1, PROGRAMS=_UNITS),
+        _many(128, 64, 4, 8, 3, DESC=1),
+        _many(128, 64, 4, 8, 4, DESC=1),
+    ]
     small = [
         _many(64, 128, 1, 4, 4, DESC=1),
         _many(64, 128, 1, 4, 4, DESC=1, PROGRAMS=2 * _UNITS),
         _many(64, 64, 2, 4, 3, DESC=1, REGS=1),
         _many(64, 64, 4, 4, 2, DESC=1),
     ]
-    if shape["rows"] < 128:
-        return small
-    return [
-        _many(128, 128, 1, 8, 4, DESC=1),
-        _many(128, 128, 1, 8, 4, DESC=1, PROGRAMS=_UNITS),
-        _many(128, 64, 2, 8, 4, DESC=1, PROGRAMS=_UNITS),
-        _many(128, 64, 4, 8, 3, DESC=1),
-        _many(128, 64, 4, 8, 4, DESC=1),
-        *small,
+    # Few programs wait for memory: narrower tiles are more of them, and more stages ask for more at once.
+    few = [
+        _many(64, bn, 1, 4, stages, DESC=1) for bn, stages in ((128, 8), (64, 4), (64, 6), (64, 8), (32, 8), (32, 12))
     ]
+    return [
+        *(large if rows >= 128 else ()),
+        *small,
+        *(few if _programs(shape, 128) < 2 * _UNITS else ()),
+        _for_all(shape, arch),
+    ]
+
+
+def _for_many(shape: Shape) -> bool:
+    """Say whether the form for many rows takes them."""
+    return bool(shape["fp8"]) and shape["bits"] != 32 and shape["n"] % _BLOCK == 0 and shape["k"] % _BLOCK == 0
+
+
+def _by_engine(shape: Shape) -> Tile:
+    """Return the widest tile of which there are enough to keep the card busy."""
+    if _programs(shape, 128) >= _BUSY:
+        return _many(64, 128, 1, 4, 4, DESC=1)
+    if _programs(shape, 64) >= _BUSY:
+        return _many(64, 64, 1, 4, 6, DESC=1)
+    return _many(64, 32, 1, 4, 8, DESC=1)
+
+
+def _programs(shape: Shape, columns: int) -> int:
+    return -(-shape["rows"] // 64) * (shape["n"] // columns)
+
+
+def _for_all(shape: Shape, arch: str) -> Tile:
+    """Choose by rows alone. float32 is for proofs, not for speed: it is unrolled into fused multiply-adds."""
+    if shape["bits"] == 32:
+        return _tile(16, 32, 4, 1)
+    rows = next((size for size in (16, 32, 64) if shape["rows"] <= size), 128)
+    deep = 128 if shape["bits"] == 8 else 64
+    return _tile(rows, deep, 8 if rows >= 64 else 4, 2 if arch.startswith("gfx") else 3)
 
 
 def _tile(rows: int, deep: int, warps: int, stages: int) -> Tile:

@@ -31,9 +31,8 @@ def errors(op: str, provider: Callable[..., Any], made: dict[str, Any], **other:
     ours, theirs = ({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in made.items()} for _ in range(2))
     for name, value in made.items():  # clone() makes strided tensors dense
         if isinstance(value, torch.Tensor) and not value.is_contiguous():
-            ours[name] = torch.full((value.untyped_storage().nbytes() // value.itemsize,), float("nan")).as_strided(
-                value.shape, value.stride()
-            )
+            held = torch.full((value.untyped_storage().nbytes() // value.itemsize,), float("nan"), dtype=value.dtype)
+            ours[name] = held.as_strided(value.shape, value.stride())
             ours[name].copy_(value)
     with poisoned():
         got = provider(**ours)
@@ -202,18 +201,24 @@ def fp8_linear(g: torch.Generator) -> list[float]:
 
 
 def fp8_linear_in_tiles(g: torch.Generator) -> list[float] | str:
-    """More tiles of rows than are side by side, a program for each and few programs; blocks and rows that are cut."""
+    """More tiles of rows than are side by side, a program for each and few programs; blocks and rows that are cut.
+
+    Weights are whole; rows of whole 16 bytes, which a descriptor reads; and rows that only the form for all rows reads.
+    """
     from rocm_serve.ops.fp8_linear.triton import fp8_linear as provider
 
     found = []
     tile = {"MANY": 1, "BM": 16, "BK": 128, "REGS": 1, "num_warps": 4, "num_stages": 1}
-    for (t, k, n), sizes in (
-        ((37, 200, 130), {"BN": 64, "PARTS": 2, "GROUP": 2, "PROGRAMS": 0, "DESC": 0}),
-        ((37, 256, 144), {"BN": 64, "PARTS": 4, "GROUP": 2, "PROGRAMS": 2, "DESC": 1}),
-        ((17, 256, 384), {"BN": 64, "PARTS": 4, "GROUP": 8, "PROGRAMS": 3, "DESC": 0}),
-        ((5, 128, 128), {"BN": 128, "PARTS": 1, "GROUP": 1, "PROGRAMS": 9, "DESC": 1}),
+    for (t, k, n), apart, sizes in (
+        ((37, 200, 130), 0, {"BN": 64, "PARTS": 2, "GROUP": 2, "PROGRAMS": 0, "DESC": 0}),
+        ((37, 256, 144), 16, {"BN": 64, "PARTS": 4, "GROUP": 2, "PROGRAMS": 2, "DESC": 1}),
+        ((17, 256, 384), 0, {"BN": 64, "PARTS": 4, "GROUP": 8, "PROGRAMS": 3, "DESC": 0}),
+        ((5, 128, 128), 0, {"BN": 128, "PARTS": 1, "GROUP": 1, "PROGRAMS": 9, "DESC": 1}),
+        ((5, 128, 128), 8, {"BN": 128, "PARTS": 1, "GROUP": 1, "PROGRAMS": 0, "DESC": 1}),
+        ((5, 128, 128), 16, {"BN": 128, "PARTS": 1, "GROUP": 1, "PROGRAMS": 0, "DESC": 0}),
     ):
         weight, scale = block_fp8(g, n, k, scale=k**-0.5)
+        weight = torch.cat([weight, weight[:, :apart]], 1)[:, :k]
         made = {"weight_NK": weight, "scale": scale, "x_TK": wide(exact_rows(g, t, k)), "activation": "fp8_1x128"}
         with tiles.forced("fp8_linear", tile | sizes):
             found += errors("fp8_linear", provider, made)

@@ -1,6 +1,7 @@
 """The matrix product with a block-FP8 weight, in Triton. Letters: T rows, K inner, N outer.
 
-Two forms: one for all rows, and one for many quantised rows (triton_rows.py). ops/tiles_fp8.py chooses.
+Two forms: one for all rows, and one for quantised rows and weights of whole blocks (triton_rows.py).
+ops/tiles_fp8.py chooses.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from rocm_serve.ops import tiles
 from rocm_serve.ops.fp8 import BLOCK
-from rocm_serve.ops.fp8_linear.triton_rows import many_rows
+from rocm_serve.ops.fp8_linear.triton_rows import many_rows, reads
 from rocm_serve.ops.triton_common.triton import arch, dot_dtype, product, quantise_rows, rows_of
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -23,8 +24,8 @@ def fp8_linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, scale: torch.Tensor,
 
     Shapes: x [T, K], weight FP8 [N, K], scale fp32 [ceil(N / 128), ceil(K / 128)] -> [T, N], dtype of x.
     Errors: ValueError for an activation other than "bf16" and "fp8_1x128".
-    Numerics: as the reference. For many rows tuning may choose FP8 instructions on sm_90, which keep 12 to 13 bits
-    of a sum (docs/numerics.md); by rule rows meet the weight as bf16 there.
+    Numerics: as the reference. On sm_90 quantised rows meet weights of whole blocks by FP8 instructions, which keep 12
+    to 13 bits of a sum (docs/numerics.md), others as bf16.
     """
     if activation not in ("bf16", "fp8_1x128"):
         raise ValueError(f"fp8_linear knows the activations bf16 and fp8_1x128, not {activation!r}")
@@ -38,6 +39,8 @@ def fp8_linear(x_TK: torch.Tensor, weight_NK: torch.Tensor, scale: torch.Tensor,
     dot = dot_dtype(x_TK, weight_NK, arch(), quantised=quantised)
     shape = {"rows": rows, "n": n, "k": k, "bits": dot.primitive_bitwidth, "fp8": int(quantised)}
     tile = tiles.tile("fp8_linear", shape, arch())
+    if tile["MANY"] and not reads(weight_NK, tile):
+        tile = tiles.by_rule("fp8_linear", shape | {"fp8": 0}, arch())  # the form for all rows
     if tile["MANY"]:
         assert x_scale is not None, "the form for many rows takes FP8 rows"
         many_rows(x, x_scale, weight_NK, scale, y_TN, dot=dot if dot == tl.float32 else _FP8[x.dtype], tile=tile)

@@ -1,4 +1,4 @@
-"""The product of many quantised rows with a block-FP8 weight, in Triton. Letters: T rows, K inner, N outer.
+"""The product of quantised rows with a block-FP8 weight, made for many, in Triton. Letters: T rows, K inner, N outer.
 
 FP8 meets FP8 in the matrix units, 128 columns at a time; sums over blocks of 128 are float32.
 """
@@ -20,6 +20,13 @@ from rocm_serve.ops.triton_common.triton import blocks
 _BLOCK = tl.constexpr(BLOCK)
 
 
+def reads(weight_NK: torch.Tensor, tile: Mapping[str, int]) -> bool:
+    """Say whether a tile reads a weight where it lies: whole, or with DESC by rows of whole 16 bytes."""
+    if tile["DESC"]:
+        return weight_NK.data_ptr() % 16 == 0 and weight_NK.stride(0) % 16 == 0
+    return weight_NK.is_contiguous()
+
+
 def many_rows(
     x_TK: torch.Tensor,
     x_scale: torch.Tensor,
@@ -30,8 +37,7 @@ def many_rows(
     dot: tl.dtype,
     tile: Mapping[str, int],
 ) -> None:
-    """Multiply rows that `quantise_rows` made into `y_TN`. `tile`: see ops/tiles_fp8.py, with MANY."""
-    assert weight_NK.is_contiguous(), "the weight is a whole matrix"
+    """Multiply rows that `quantise_rows` made into `y_TN`. `tile`: see ops/tiles_fp8.py, with MANY; it `reads`."""
     (rows, k), n = x_TK.shape, weight_NK.shape[0]
     x: Any = x_TK.view(torch.uint8) if tile["REGS"] else x_TK
     w: Any = weight_NK
