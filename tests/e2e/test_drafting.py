@@ -45,18 +45,18 @@ def test_answers_are_those_without_drafts_and_metrics_count_them(tmp_path: Path)
         "float32",
         "--tp",
         "2",
-        "--pp",
-        "2",
         "--ep",
         "2",
         "--expert-exchange",
         "torch",
     ]
     flags += ["--max-model-len", "512"]
-    with Server(TRAINED, tmp_path / "plain", flags) as server:
+    with Server(TRAINED, tmp_path / "plain", flags) as server:  # stages change no bit: test_topologies.py
         plain = answers(server)
         assert "rocm_serve_draft_tokens_total" not in server.metrics()
-    with Server(TRAINED, tmp_path / "drafting", [*flags, "--speculative", "mtp", "--draft-tokens", "3"]) as server:
+    with Server(
+        TRAINED, tmp_path / "drafting", [*flags, "--pp", "2", "--speculative", "mtp", "--draft-tokens", "3"]
+    ) as server:
         assert answers(server) == plain
         metrics = server.metrics()
     drafts, accepted = (metrics[f"rocm_serve_{name}draft_tokens_total"] for name in ("", "accepted_"))

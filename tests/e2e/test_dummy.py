@@ -23,16 +23,13 @@ def bare(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
-def test_dummy_weights_need_no_checkpoint_and_every_rank_holds_what_was_planned(
-    bare: Path, tmp_path: Path, tp: int, pp: int
-) -> None:
-    flags = ("--load-format", "dummy", "--tp", str(tp), "--pp", str(pp), "--device", "cpu", "--max-model-len", "256")
+def test_dummy_weights_need_no_checkpoint_and_every_rank_holds_what_was_planned(bare: Path, tmp_path: Path) -> None:
+    flags = ("--load-format", "dummy", "--tp", "2", "--pp", "2", "--device", "cpu", "--max-model-len", "256")
     with Server(bare, tmp_path / "run", flags) as server:
         answer = server.complete(prompt="Hello", max_tokens=4, ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == 4
         said = re.findall(r"rank (\d+): planned .* allocated .* \(\+0\.00%\)", server.log)
-    assert sorted(map(int, said)) == list(range(tp * pp))
+    assert sorted(map(int, said)) == [0, 1, 2, 3]
 
 
 def test_without_dummy_the_same_folder_is_refused(bare: Path, tmp_path: Path) -> None:

@@ -83,18 +83,32 @@ def in_phase(nodes: TwoNodes, name: str, phase: Phase) -> Callable[[], bool]:
     return there
 
 
+def check_stacks(nodes: TwoNodes) -> None:
+    """SIGUSR1 writes the stacks of any process to its log."""
+    places = {"node-0": nodes.nodes[0].log_path, "node-1": nodes.nodes[1].log_path}
+    for name, node in (("core", 0), ("rank-0", 0), ("rank-1", 1)):
+        places[name] = Path(nodes.nodes[node].run_dir) / "logs" / f"{name}.log"
+    for name in places:
+        nodes.signal(name, signal.SIGUSR1)
+    for name, log in places.items():
+        nodes.until(lambda: "most recent call first" in log.read_text(), 10, f"no stacks of {name}")  # noqa: B023
+
+
 def check_ended(nodes: TwoNodes) -> None:
     """Both nodes end with code 1, and nothing is left."""
     assert nodes.end(ENDED_S) == (1, 1)
 
 
-def test_two_nodes_give_the_bits_of_one_process_and_a_sigterm_on_either_ends_both(
+def test_two_nodes_give_the_bits_of_one_process_show_their_stacks_and_end_by_a_sigterm_on_one(
     four_layers: Path, tmp_path: Path, alone: list[Any]
 ) -> None:
     with serving(four_layers, tmp_path / "two", PP2) as nodes:
         with nodes.client() as client:
             assert answers(client) == alone
         assert listening(nodes) <= {"127.0.0.1", "127.0.0.2"}, "nothing listens on every interface"
+        check_stacks(nodes)
+        with nodes.client() as client:
+            assert answers(client) == alone, "and they serve on"
         nodes.signal("node-1", signal.SIGTERM)
         assert nodes.end(30) == (0, 0)
 
@@ -199,20 +213,6 @@ def test_nodes_that_differ_are_refused_on_both_sides_by_key(four_layers: Path, t
             )
     finally:
         nodes.__exit__(None, None, None)
-
-
-@pytest.mark.slow
-def test_sigusr1_writes_the_stacks_of_any_process_to_its_log(four_layers: Path, tmp_path: Path) -> None:
-    with serving(four_layers, tmp_path, PP2) as nodes:
-        places = {"node-0": nodes.nodes[0].log_path, "node-1": nodes.nodes[1].log_path}
-        for name, node in (("core", 0), ("rank-0", 0), ("rank-1", 1)):
-            places[name] = Path(nodes.nodes[node].run_dir) / "logs" / f"{name}.log"
-        for name in places:
-            nodes.signal(name, signal.SIGUSR1)
-        for name, log in places.items():
-            nodes.until(lambda: "most recent call first" in log.read_text(), 10, f"no stacks of {name}")  # noqa: B023
-        nodes.signal("node-0", signal.SIGTERM)
-        assert nodes.end(30) == (0, 0)
 
 
 @pytest.mark.slow
