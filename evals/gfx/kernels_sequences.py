@@ -69,9 +69,10 @@ def _conv(
     channels: int,
     commits: tuple[int, ...] | None = None,
     shared: bool = False,
+    recurrent: int = 0,
 ) -> Arguments:
     sequences, _ = sequences_of(g, rows, (0,) * len(rows), first_row=1)
-    sequences = replace(sequences, shared=shared)
+    sequences = replace(sequences, shared=shared, num_recurrent=recurrent)
     if commits is not None:
         sequences = committing(sequences, commits)
     total = sequences.row_starts[-1] + 2
@@ -185,6 +186,7 @@ TRIALS: tuple[Trial, ...] = (
         "2 x 5 + 1 heads of 256",
         partial(_turned, rows=2, heads=5, kv_heads=1, d=256, rotated=64),
         "qk_norm_rope_kernel",
+        exceptions={"wide_stores": "what does not turn begins behind 12 numbers, 24 bytes, of a head"},
     ),
     _trial(
         "qk_norm_rope_kv_write",
@@ -214,6 +216,7 @@ TRIALS: tuple[Trial, ...] = (
     ),
     _trial("causal_conv", "rows 2, 1, 18", partial(_conv, rows=(2, 1, 18), channels=48), _CONV),
     _trial("causal_conv", "drafts on a copy", partial(_conv, rows=(2, 4), channels=144, commits=(1, 3)), _CONV),
+    _trial("causal_conv", "one row each", partial(_conv, rows=(1, 1, 1), channels=528, recurrent=3), _CONV),
     _trial("causal_conv", "shared rows", partial(_conv, rows=(2, 0, 37), channels=48, shared=True), _CONV),
     _trial(
         "causal_conv",

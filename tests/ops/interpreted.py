@@ -123,8 +123,19 @@ def shared_expert_add(g: torch.Generator) -> list[float]:
 
 
 def quantise_rows(g: torch.Generator) -> list[float] | str:
-    from rocm_serve.ops.triton_common.triton import quantise_rows as provider
+    """Dividing each number, and by the inverse of a block's multiplier."""
+    from rocm_serve.ops.triton_common import triton
 
+    for inverse in (0, 1):
+        tile = {"BLOCKS": 4, "INVERSE": inverse, "num_warps": 1}
+        with mock.patch.object(triton, "quantise_rows_tile", lambda rows, tile=tile: tile):
+            why = _wrongly_quantised(g, triton.quantise_rows)
+        if why:
+            return f"INVERSE {inverse}: {why}"
+    return [0.0]
+
+
+def _wrongly_quantised(g: torch.Generator, provider: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
     for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
         x = wide(exact_rows(g, 5, 300) / (1.0 if dtype == torch.float8_e4m3fn else 2.0))
         if dtype == torch.float8_e4m3fnuz:
@@ -140,7 +151,10 @@ def quantise_rows(g: torch.Generator) -> list[float] | str:
         x[2, 130] = float("nan")
         if provider(x, dtype)[1].isnan().nonzero().tolist() != [[2, 1]]:
             return f"{dtype}: a NaN is not seen in the multiplier of its block alone"
-    return [0.0]
+        x[2, 130], x[1, 3] = 1.0, float("inf")
+        if provider(x, dtype)[0][1, :128].float().nan_to_num(0.0).count_nonzero() > 1:  # the infinite number itself
+            return f"{dtype}: beside an infinite number others are not zeros"
+    return ""
 
 
 def linear(g: torch.Generator) -> list[float]:

@@ -80,11 +80,12 @@ def qk_norm_rope_kv_write(g: G) -> list[float]:
     """Two heads a program, and four."""
     fused = importlib.import_module("rocm_serve.ops.qk_norm_rope_kv_write.triton")
     found = []
-    for few, names in (
-        (512, ("no rows", "padded rows", "padded rows alone", "float32 pages")),
-        (0, ("one row", "padded rows", "all dimensions turn", "eps matters")),
+    for heads, names in (
+        (2, ("no rows", "padded rows", "padded rows alone", "float32 pages")),
+        (4, ("one row", "padded rows", "all dimensions turn", "eps matters")),
     ):
-        with mock.patch.object(fused, "_FEW_ROWS", few):
+        tile = {"BLOCK_H": heads, "num_warps": 1}
+        with mock.patch.object(fused, "qk_norm_rope_kv_write_tile", lambda rows, tile=tile: tile):
             found += [
                 e for name in names for e in errors("qk_norm_rope_kv_write", case("qk_norm_rope_kv_write", name, g))
             ]
@@ -93,7 +94,12 @@ def qk_norm_rope_kv_write(g: G) -> list[float]:
 
 
 def causal_conv(g: G) -> list[float]:
-    return [e for name in OPS["causal_conv"].cases for e in errors("causal_conv", case("causal_conv", name, g))]
+    """Every case; sequences that decode one row each, whose tile is another; taps that are 8 bytes together."""
+    made: list[dict[str, Any]] = [case("causal_conv", name, g) for name in OPS["causal_conv"].cases]
+    for taps in (4, 2):
+        decoding = conv_case(g, F32, rows=(1, 1, 1), channels=37, taps=taps, first_row=taps)
+        made.append(decoding | {"sequences": replace(decoding["sequences"], num_recurrent=3)})  # type: ignore[type-var]
+    return [e for one in made for e in errors("causal_conv", one)]
 
 
 def gdn_decode(g: G) -> list[float]:

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from rocm_serve.ops.fp8 import fp8_max
-
-_TILE = 1024  # elements: a wavefront of 64 then writes FP8 in pieces of 16 bytes
+from rocm_serve.ops.tiles_rows import kv_write_tile
+from rocm_serve.ops.triton_common.triton import blocks
 
 
 @triton.jit
@@ -28,17 +28,21 @@ def kv_write_kernel(
     k, v, k_pages, v_pages, index, k_scale, v_scale, k_row, v_row, num_rows,
     WIDTH: tl.constexpr, K_TOP: tl.constexpr, V_TOP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of K and of V; those of negative places stay unwritten. `*_TOP`: see `stored`."""
+    """Some rows of K and of V; those of negative places stay unwritten. `*_TOP`: see `stored`.
+
+    All is asked for at once: rows without a place are read for nothing.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    place = tl.load(index + row, mask=row < num_rows, other=-1)
-    real = (place >= 0)[:, None] & (column < WIDTH)
-    to = place[:, None] * WIDTH + column
+    inside = (row < num_rows)[:, None] & (column < WIDTH)
     from_row = row.to(tl.int64)[:, None]
-    x = tl.load(k + from_row * k_row + column, mask=real, other=0.0).to(tl.float32)
-    tl.store(k_pages + to, stored(x, k_scale, k_pages.dtype.element_ty, K_TOP), mask=real)
-    x = tl.load(v + from_row * v_row + column, mask=real, other=0.0).to(tl.float32)
-    tl.store(v_pages + to, stored(x, v_scale, v_pages.dtype.element_ty, V_TOP), mask=real)
+    place = tl.load(index + row, mask=row < num_rows, other=-1)
+    of_k = tl.load(k + from_row * k_row + column, mask=inside, other=0.0).to(tl.float32)
+    of_v = tl.load(v + from_row * v_row + column, mask=inside, other=0.0).to(tl.float32)
+    real = (place >= 0)[:, None] & inside
+    to = place[:, None] * WIDTH + column
+    tl.store(k_pages + to, stored(of_k, k_scale, k_pages.dtype.element_ty, K_TOP), mask=real)
+    tl.store(v_pages + to, stored(of_v, v_scale, v_pages.dtype.element_ty, V_TOP), mask=real)
 
 
 def kv_write(
@@ -66,9 +70,8 @@ def kv_write(
         assert narrow or scale == 1.0, f"scale {scale} for {pages.dtype} pages"
         tops.append(fp8_max(pages.dtype) if narrow else 0.0)
     if rows:
-        block = min(_TILE, triton.next_power_of_2(width))
-        tile_rows = _TILE // block
-        kv_write_kernel[(triton.cdiv(rows, tile_rows), triton.cdiv(width, block))](
+        tile = kv_write_tile(width)
+        kv_write_kernel[(blocks(rows, tile["ROWS"]), blocks(width, tile["BLOCK"]))](
             k_NGD,
             v_NGD,
             k_pages_PSGD,
@@ -82,8 +85,6 @@ def kv_write(
             WIDTH=width,
             K_TOP=tops[0],
             V_TOP=tops[1],
-            ROWS=tile_rows,
-            BLOCK=block,
-            num_warps=1,
+            **tile,
         )
     return k_pages_PSGD

@@ -14,21 +14,36 @@ _TILE = 1024  # elements: as many heads at a time as fit
 
 @triton.jit
 def turned(x, real, weight, cos, sin, eps, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Norm and turn the heads that begin at `x`, in fp32. Each element is read with its partner, R away; past 2 R it is
-    its own."""
-    d = tl.arange(0, BLOCK_D)
-    partner = tl.where(d < R, d + R, tl.where(d < 2 * R, d - R, d))
-    exists = d < D
-    own = tl.load(x + d[None, :], mask=real, other=0.0).to(tl.float32)
-    its = tl.load(x + partner[None, :], mask=real, other=0.0).to(tl.float32)
-    own_weight = tl.load(weight + d, mask=exists, other=0.0).to(tl.float32) + 1.0
-    its_weight = tl.load(weight + partner, mask=exists, other=0.0).to(tl.float32) + 1.0
-    angle = tl.where(d < R, d, d - R)
-    c = tl.load(cos + angle, mask=d < 2 * R, other=1.0)
-    s = tl.load(sin + angle, mask=d < 2 * R, other=0.0)
-    s = tl.where(d < R, -s, s)
+    """Norm the heads that begin at `x`, [H, 1], and turn them; return them as they are but for the first 2 R, and the
+    first and second R turned, [H, BLOCK_R] each.
+
+    What turns is read once more: its partner stands in another lane.
+    """
+    BLOCK_R: tl.constexpr = triton.next_power_of_2(R)
+    d, r = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
+    turns = real & (r < R)
+    own = tl.load(x + d, mask=real & (d < D), other=0.0).to(tl.float32)
+    a = tl.load(x + r, mask=turns, other=0.0).to(tl.float32)
+    b = tl.load(x + R + r, mask=turns, other=0.0).to(tl.float32)
+    c = tl.load(cos + r, mask=r < R, other=0.0)
+    s = tl.load(sin + r, mask=r < R, other=0.0)
+    weight_d = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32) + 1.0
+    weight_a = tl.load(weight + r, mask=r < R, other=0.0).to(tl.float32) + 1.0
+    weight_b = tl.load(weight + R + r, mask=r < R, other=0.0).to(tl.float32) + 1.0
     scale = tl.rsqrt(tl.sum(own * own, 1) / D + eps)[:, None]
-    return own * scale * own_weight[None, :] * c[None, :] + its * scale * its_weight[None, :] * s[None, :]
+    a, b = a * scale * weight_a, b * scale * weight_b
+    return own * scale * weight_d, a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def store_turned(to, real, own, a, b, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write what `turned` returns, in the dtype of the heads that begin at `to`."""
+    BLOCK_R: tl.constexpr = triton.next_power_of_2(R)
+    d, r = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
+    dtype: tl.constexpr = to.dtype.element_ty
+    tl.store(to + d, own.to(dtype), mask=real & (d >= 2 * R) & (d < D))
+    tl.store(to + r, a.to(dtype), mask=real & (r < R))
+    tl.store(to + R + r, b.to(dtype), mask=real & (r < R))
 
 
 @triton.jit
@@ -41,17 +56,16 @@ def qk_norm_rope_kernel(
     block = tl.program_id(1)
     q_blocks = tl.cdiv(q_heads, BLOCK_H)
     at = tl.load(positions + row) * R
-    d = tl.arange(0, BLOCK_D)[None, :]
     if block < q_blocks:
         head = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-        real = (head < q_heads) & (d < D)
-        y = turned(q + row * q_row + head * q_head, real, q_weight, cos + at, sin + at, eps, D, R, BLOCK_D)
-        tl.store(q_out + (row * q_heads + head) * D + d, y.to(q_out.dtype.element_ty), mask=real)
+        real = head < q_heads
+        own, a, b = turned(q + row * q_row + head * q_head, real, q_weight, cos + at, sin + at, eps, D, R, BLOCK_D)
+        store_turned(q_out + (row * q_heads + head) * D, real, own, a, b, D, R, BLOCK_D)
     else:
         head = (block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-        real = (head < k_heads) & (d < D)
-        y = turned(k + row * k_row + head * k_head, real, k_weight, cos + at, sin + at, eps, D, R, BLOCK_D)
-        tl.store(k_out + (row * k_heads + head) * D + d, y.to(k_out.dtype.element_ty), mask=real)
+        real = head < k_heads
+        own, a, b = turned(k + row * k_row + head * k_head, real, k_weight, cos + at, sin + at, eps, D, R, BLOCK_D)
+        store_turned(k_out + (row * k_heads + head) * D, real, own, a, b, D, R, BLOCK_D)
 
 
 def qk_norm_rope(

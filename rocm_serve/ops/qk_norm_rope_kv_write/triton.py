@@ -12,46 +12,50 @@ import triton.language as tl
 
 from rocm_serve.ops.fp8 import fp8_max
 from rocm_serve.ops.kv_write.triton import stored
-from rocm_serve.ops.qk_norm_rope.triton import turned
-from rocm_serve.ops.triton_common.triton import begin, following
+from rocm_serve.ops.qk_norm_rope.triton import store_turned, turned
+from rocm_serve.ops.tiles_rows import qk_norm_rope_kv_write_tile
+from rocm_serve.ops.triton_common.triton import begin, blocks, following
 
-_FEW_ROWS = 512  # above them a program has four heads, not two: 8 numbers a lane of 64, 16 of 32
 
-
-@triton.jit(do_not_specialize=["heads", "kv_heads", "indices"])
+@triton.jit(do_not_specialize=["rows", "indices"])
 def qk_norm_rope_kv_write_kernel(
     qkv, q_weight, k_weight, cos, sin, positions, q_out, k_pages, v_pages, index,
-    eps, k_scale, v_scale, qkv_row, heads, kv_heads, indices,
-    D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
-    K_TOP: tl.constexpr, V_TOP: tl.constexpr, PDL: tl.constexpr,
+    eps, k_scale, v_scale, qkv_row, rows, indices,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr, K_TOP: tl.constexpr, V_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one row: blocks of query heads come first, then those of keys, then those of values."""
+    """Some heads, one after the other, of one row or several: first those of queries, then of keys, then of values."""
     begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    q_blocks, kv_blocks = tl.cdiv(heads, BLOCK_H), tl.cdiv(kv_heads, BLOCK_H)
-    x = qkv + row * qkv_row
-    at = tl.load(positions + row) * R
-    d = tl.arange(0, BLOCK_D)[None, :]
+    q_blocks, kv_blocks = tl.cdiv(rows * HEADS, BLOCK_H), tl.cdiv(rows * KV_HEADS, BLOCK_H)
+    block = tl.program_id(0)
     if block < q_blocks:
-        head = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-        real = (head < heads) & (d < D)
-        y = turned(x + head * 2 * D, real, q_weight, cos + at, sin + at, eps, D, R, BLOCK_D)
-        tl.store(q_out + (row * heads + head) * D + d, y.to(q_out.dtype.element_ty), mask=real)
+        item = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        row = (item // HEADS).to(tl.int64)
+        real = row < rows
+        at = tl.load(positions + row, mask=real, other=0) * R
+        x = qkv + row * qkv_row + item % HEADS * (2 * D)
+        own, a, b = turned(x, real, q_weight, cos + at, sin + at, eps, D, R, BLOCK_D)
+        store_turned(q_out + item.to(tl.int64) * D, real, own, a, b, D, R, BLOCK_D)
     else:
-        place = tl.load(index + row, mask=row < indices, other=-1)
-        x += heads * 2 * D
         is_key = block < q_blocks + kv_blocks
-        head = (block - q_blocks - tl.where(is_key, 0, kv_blocks)) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-        real = (head < tl.where(place >= 0, kv_heads, 0)) & (d < D)
-        to = (place * kv_heads + head) * D + d
+        item = (block - q_blocks - tl.where(is_key, 0, kv_blocks)) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        row = (item // KV_HEADS).to(tl.int64)
+        place = tl.load(index + row, mask=row < indices, other=-1)
+        real = place >= 0
+        to = (place * KV_HEADS + item % KV_HEADS) * D
+        x = qkv + row * qkv_row + (2 * HEADS + item % KV_HEADS) * D
         if is_key:
-            y = turned(x + head * D, real, k_weight, cos + at, sin + at, eps, D, R, BLOCK_D)
-            y = y.to(qkv.dtype.element_ty).to(tl.float32)
-            tl.store(k_pages + to, stored(y, k_scale, k_pages.dtype.element_ty, K_TOP), mask=real)
+            at = tl.load(positions + row, mask=real, other=0) * R
+            own, a, b = turned(x, row < indices, k_weight, cos + at, sin + at, eps, D, R, BLOCK_D)
+            held: tl.constexpr = k_pages.dtype.element_ty
+            own = stored(own.to(qkv.dtype.element_ty).to(tl.float32), k_scale, held, K_TOP)
+            a = stored(a.to(qkv.dtype.element_ty).to(tl.float32), k_scale, held, K_TOP)
+            b = stored(b.to(qkv.dtype.element_ty).to(tl.float32), k_scale, held, K_TOP)
+            store_turned(k_pages + to, real, own, a, b, D, R, BLOCK_D)
         else:
-            v = tl.load(x + (kv_heads + head) * D + d, mask=real, other=0.0).to(tl.float32)
-            tl.store(v_pages + to, stored(v, v_scale, v_pages.dtype.element_ty, V_TOP), mask=real)
+            d = tl.arange(0, BLOCK_D)[None, :]
+            v = tl.load(x + KV_HEADS * D + d, mask=(row < indices) & (d < D), other=0.0).to(tl.float32)
+            tl.store(v_pages + to + d, stored(v, v_scale, v_pages.dtype.element_ty, V_TOP), mask=real & (d < D))
 
 
 def qk_norm_rope_kv_write(
@@ -87,14 +91,16 @@ def qk_norm_rope_kv_write(
         tops.append(fp8_max(pages.dtype) if narrow else 0.0)
     q_THD = torch.empty((rows, heads, d), dtype=qkv_TC.dtype, device=qkv_TC.device)
     if rows:
-        some = 2 if rows <= _FEW_ROWS else 4
-        qk_norm_rope_kv_write_kernel[(rows, triton.cdiv(heads, some) + 2 * triton.cdiv(kv_heads, some))](
+        tile = qk_norm_rope_kv_write_tile(rows)
+        some = tile["BLOCK_H"]
+        qk_norm_rope_kv_write_kernel[(blocks(rows * heads, some) + 2 * blocks(rows * kv_heads, some),)](
             *(qkv_TC, q_weight_D, k_weight_D, cos_PR, sin_PR, positions_T, q_THD, k_pages_PSGD, v_pages_PSGD, index_N),
-            *(float(eps), float(k_scale), float(v_scale), qkv_TC.stride(0), heads, kv_heads, index_N.shape[0]),
-            **{"D": d, "R": cos_PR.shape[1], "BLOCK_D": triton.next_power_of_2(d), "BLOCK_H": some},
+            *(float(eps), float(k_scale), float(v_scale), qkv_TC.stride(0), rows, index_N.shape[0]),
+            **{"HEADS": heads, "KV_HEADS": kv_heads, "D": d, "R": cos_PR.shape[1]},
+            BLOCK_D=triton.next_power_of_2(d),
             K_TOP=tops[0],
             V_TOP=tops[1],
-            num_warps=some // 2,
+            **tile,
             **following(),
         )
     return q_THD

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from rocm_serve.ops.fp8 import AMAX_FLOOR, BLOCK, fp8_max
 from rocm_serve.ops.tiles_linear import has_following
+from rocm_serve.ops.tiles_rows import quantise_rows_tile
 
 _BLOCK = tl.constexpr(BLOCK)
 _AMAX_FLOOR = tl.constexpr(AMAX_FLOOR)
@@ -142,9 +143,8 @@ def quantise_rows(x_TK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     q_TK = torch.empty(rows, k, dtype=dtype, device=x.device)
     s_TB = torch.empty(rows, blocks(k, BLOCK), dtype=torch.float32, device=x.device)
     if x.numel():
-        tile_rows = 4 if rows <= 64 else 16
-        grid = (blocks(rows, tile_rows), blocks(k, BLOCK))
-        quantise_rows_kernel[grid](
+        tile = quantise_rows_tile(rows)
+        quantise_rows_kernel[(blocks(s_TB.numel(), tile["BLOCKS"]),)](
             x,
             q_TK,
             s_TB,
@@ -152,8 +152,7 @@ def quantise_rows(x_TK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
             rows,
             WIDTH=k,
             TOP=fp8_max(dtype),
-            ROWS=tile_rows,
-            num_warps=tile_rows // 4,
+            **tile,
             **following(),
         )
     return q_TK, s_TB
@@ -198,17 +197,36 @@ def begin_in_turn(PDL: tl.constexpr):
 
 
 @triton.jit
-def quantise_tile(x, TOP: tl.constexpr, dtype: tl.constexpr):
+def _quotients(x, scale):
+    """Return the correctly rounded x / scale of every row, but for quotients that FP8 rounds to zero.
+
+    Of the rounded inverse and its product with x, which may be two units off, one step with the exact remainder makes
+    a quotient that is less than one unit off, and a second the rounded one (Markstein). Small quotients have
+    remainders that are not exact. An infinite scale has no inverse: zeros then, and NaN for what is infinite itself.
+    """
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    by = tl.broadcast_to(tl.where(scale == float("inf"), 0.0, -scale)[:, None], x.shape)
+    inverse = tl.broadcast_to(inverse[:, None], x.shape)
+    scaled = x * inverse
+    scaled = tl.fma(tl.fma(scaled, by, x), inverse, scaled)
+    return tl.fma(tl.fma(scaled, by, x), inverse, scaled)
+
+
+@triton.jit
+def quantise_tile(x, TOP: tl.constexpr, dtype: tl.constexpr, INVERSE: tl.constexpr = 0):
     """Quantise a float32 tile whose rows are one block of 128 columns each; return values and multipliers.
 
     The divisions are IEEE's, so that the codes are those of the reference. Magnitudes are compared as integers: a NaN
-    is the largest then, and makes the multiplier one.
+    is the largest then, and makes the multiplier one. INVERSE: one division a block, see `_quotients`.
     """
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.where(largest < _AMAX_FLOOR, _AMAX_FLOOR, largest), TOP)
-    scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    clamped = tl.where(scaled > TOP, TOP, tl.where(scaled < -TOP, -TOP, scaled))
+    if INVERSE:  # no quotient is larger than TOP by more than its last bit: FP8 rounds that away
+        clamped = _quotients(x, scale)
+    else:
+        scaled = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+        clamped = tl.where(scaled > TOP, TOP, tl.where(scaled < -TOP, -TOP, scaled))
     return clamped.to(dtype), scale
 
 
@@ -221,19 +239,22 @@ def quantise_rows_kernel(
     num_rows,
     WIDTH: tl.constexpr,
     TOP: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    INVERSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Some blocks of 128 columns, in the order in which they lie in memory."""
     begin_in_turn(PDL)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    block = tl.program_id(1)
-    column = block * _BLOCK + tl.arange(0, _BLOCK)
-    wide = row.to(tl.int64)
-    live = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
-    x = tl.load(x_ptr + (wide * x_stride)[:, None] + column[None, :], mask=live, other=0.0).to(tl.float32)
-    q, scale = quantise_tile(x, TOP, q_ptr.dtype.element_ty)
-    tl.store(q_ptr + (wide * WIDTH)[:, None] + column[None, :], q, mask=live)
-    tl.store(s_ptr + wide * ((WIDTH + _BLOCK - 1) // _BLOCK) + block, scale, mask=row < num_rows)
+    EACH: tl.constexpr = (WIDTH + _BLOCK - 1) // _BLOCK
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    row = block // EACH
+    column = (block % EACH * _BLOCK)[:, None] + tl.arange(0, _BLOCK)[None, :]
+    wide = row.to(tl.int64)[:, None]
+    live = (row < num_rows)[:, None] & (column < WIDTH)
+    x = tl.load(x_ptr + wide * x_stride + column, mask=live, other=0.0).to(tl.float32)
+    q, scale = quantise_tile(x, TOP, q_ptr.dtype.element_ty, INVERSE)
+    tl.store(q_ptr + wide * WIDTH + column, q, mask=live)
+    tl.store(s_ptr + block, scale, mask=row < num_rows)
 
 
 @triton.jit
