@@ -177,12 +177,15 @@ def test_a_leader_that_no_connection_reaches_is_told_by_a_datagram(monkeypatch: 
 
 def test_waiting_for_a_leader_that_has_not_started_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rocm_serve.control_follower.UNANSWERED_S", 0.2)
+    monkeypatch.setattr("rocm_serve.control_follower._RETRY_S", 0.1)
     port = free_ports(HOST)
-    with polled(follower(port)) as lost:
-        time.sleep(3)
+    waiting = follower(port)
+    with polled(waiting) as lost:
+        time.sleep(1)  # five times as long as an answer is waited for
         assert not lost
         with polled(leader(port)):
-            time.sleep(3)
+            until(lambda: waiting.connected)
+            time.sleep(0.5)
             assert not lost
 
 
@@ -221,6 +224,7 @@ def test_a_leader_that_does_not_start_is_heard_though_another_program_has_its_co
 
 def test_a_program_that_has_the_port_and_says_nothing_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rocm_serve.control_follower.SILENCE_S", 0.5)
+    monkeypatch.setattr("rocm_serve.doors._ANSWER_S", 0.2)
     port = free_ports(HOST)
     with contextlib.closing(Doors(HOST, port + CONTROL_PORT)), polled(follower(port)) as lost:
         until(lambda: lost)

@@ -218,7 +218,9 @@ def test_sigterm_while_starting_ends_with_0() -> None:
     assert asyncio.run(main()) == 0
 
 
-def test_an_engine_that_cannot_start_ends_with_1() -> None:
+def test_an_engine_that_cannot_start_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rocm_serve.server.run._DEAD_GRACE_S", 0.0)  # nobody asks here
+
     async def talk(client: httpx.AsyncClient, engine: FakeEngine) -> None:
         assert isinstance(engine, SlowStart)
         engine.fault = "shard 2 is truncated"
