@@ -17,7 +17,9 @@ PROMPT_ROWS = (2048, 8192, 512, 16384)
 MOST_DECODED = 256
 _SHORT = 128  # rows of short prompts, as many as make those of a chunk
 JOINED = ("in_proj", "router and shared expert")  # products of several weights at once, as GPUs run them
-CONTEXT = 8192  # of attention; what its tiles depend on is not the context
+# Of attention: the host does not know how long sequences are, so that one tile serves them all.
+CONTEXTS = (1024, 8192, 32768)
+_MOST_KEYS = 2 << 20  # of all sequences: 2 GiB of keys and values a head of 256, twice
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +85,7 @@ def points(rows: Sequence[int], linears: Iterable[str], only: Sequence[str] = ()
 
 def _first(count: int, linears: Iterable[str]) -> Iterator[Point]:
     yield Point("experts", {"rows": count})
-    yield Point("attention", {"rows": count, "context": CONTEXT})
+    yield from _attention(count)
     yield Point("step", {"rows": count})
 
 
@@ -99,13 +101,20 @@ def _products(count: int, linears: Iterable[str]) -> Iterator[Point]:
 
 
 def _rest(count: int, linears: Iterable[str]) -> Iterator[Point]:
-    yield Point("attention", {"rows": count, "context": CONTEXT, "kv": "fp8"})
+    yield from _attention(count, kv="fp8")
     yield Point("gdn", {"rows": count})
     yield Point("conv", {"rows": count})
     yield Point("route", {"rows": count})
     yield Point("norms", {"rows": count, "residual": True})
     for name in linears:
         yield Point("fp8_linear", {"rows": count, "name": name})
+
+
+def _attention(count: int, **kv: str) -> Iterator[Point]:
+    """Yield the contexts that a tile is chosen for, by the product of its times; the shortest is compiled."""
+    for context in CONTEXTS:
+        if count * context <= _MOST_KEYS:
+            yield Point("attention", {"rows": count, "context": context, **kv})
 
 
 def _first_of_prompts(count: int, linears: Iterable[str]) -> Iterator[Point]:

@@ -232,12 +232,15 @@ def _done(why: str) -> Future[str]:
 
 def test_calls_come_in_the_order_of_what_matters() -> None:
     todo = list(points((16, 1), ("gate",)))
-    assert [str(point) for point in todo[:4]] == [
+    assert [str(point) for point in todo[:6]] == [
         "experts rows 16",
+        "attention rows 16 context 1024",
         "attention rows 16 context 8192",
+        "attention rows 16 context 32768",
         "step rows 16",
         "experts rows 1",
     ]
+    assert [point.arguments["context"] for point in points((256,), (), ("attention",))] == [1024, 8192] * 2
     assert {point.case for point in points((1,), ("gate",), ("linear",))} == {"linear"}
 
 
