@@ -147,21 +147,27 @@ VARIABLES = {
     ),
 }
 
+WITHOUT_TOO = [
+    "gloo-lo-on-both",
+    "gloo-other-interface-on-1",
+    "gloo-other-interface-on-0",
+]  # without the preflight, too
+
 
 def by_hand(values: Sequence[T], left: Sequence[T]) -> list[Any]:
     """Values as parameters; those that are `left` run by hand only."""
     return [pytest.param(value, marks=pytest.mark.by_hand if value in left else ()) for value in values]
 
 
-# What is said of other values that name no interface, tests/platform/test_network.py holds in process.
-@pytest.mark.parametrize("name", by_hand([*VARIABLES], ["gloo-no-such-interface", "gloo-exclusion", "gloo-prefix"]))
+# What is said of other values and of the other libraries' variables, tests/platform/test_network.py holds in process.
+@pytest.mark.parametrize("name", by_hand([*VARIABLES], [name for name in VARIABLES if name not in WITHOUT_TOO]))
 def test_a_variable_that_names_another_interface(name: str, four_layers: Path, tmp_path: Path, hosts: TwoHosts) -> None:
     for host in hosts.hosts:
         docker0(host)
     VARIABLES[name].play(hosts, four_layers, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gloo-lo-on-both", "gloo-other-interface-on-1", "gloo-other-interface-on-0"])
+@pytest.mark.parametrize("name", WITHOUT_TOO)
 def test_the_server_itself_finds_it_without_the_preflight(
     name: str, four_layers: Path, tmp_path: Path, hosts: TwoHosts
 ) -> None:
@@ -184,7 +190,9 @@ def test_a_setting_that_is_illegal_on_one_node_ends_both(
 # --- names and addresses ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own_name", ["127.0.1.1", None])
+@pytest.mark.parametrize(
+    "own_name", by_hand(["127.0.1.1", None], [None])
+)  # both in tests/diagnostics/test_preflight.py
 def test_hostnames_that_mean_127_or_nothing_do_no_harm(
     own_name: str | None, four_layers: Path, tmp_path: Path, hosts: TwoHosts
 ) -> None:
@@ -269,7 +277,7 @@ def test_a_way_back_that_leaves_by_another_interface(four_layers: Path, tmp_path
     Scene(both(words, "give 10.78.0.1 there, or a route")).play(hosts, four_layers, tmp_path)
 
 
-@pytest.mark.parametrize("port", [PORT, PORT + 1])
+@pytest.mark.parametrize("port", by_hand([PORT, PORT + 1], [PORT + 1]))
 def test_a_second_channel_that_leaves_by_another_interface(
     port: int, four_layers: Path, tmp_path: Path, hosts: TwoHosts
 ) -> None:
@@ -307,8 +315,16 @@ def test_a_firewall_before_node_1(four_layers: Path, tmp_path: Path, hosts: TwoH
     Scene(both(words, "a firewall, or another route back")).play(hosts, four_layers, tmp_path)
 
 
-@pytest.mark.parametrize("env", [{}, WITHOUT_PREFLIGHT], ids=["preflight", "server"])
-@pytest.mark.parametrize("port", [PORT + 1, CONTROL])
+# Each of the four ports is in tests/test_doors.py.
+@pytest.mark.parametrize(
+    ("port", "env"),
+    [
+        pytest.param(PORT + 1, {}, id="29501-preflight"),
+        pytest.param(CONTROL, WITHOUT_PREFLIGHT, id="29503-server"),
+        pytest.param(PORT + 1, WITHOUT_PREFLIGHT, id="29501-server", marks=pytest.mark.by_hand),
+        pytest.param(CONTROL, {}, id="29503-preflight", marks=pytest.mark.by_hand),
+    ],
+)
 def test_a_port_that_another_program_has(
     port: int, env: Mapping[str, str], four_layers: Path, tmp_path: Path, hosts: TwoHosts
 ) -> None:
