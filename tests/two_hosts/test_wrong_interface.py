@@ -34,12 +34,16 @@ T = TypeVar("T")
 
 @dataclass
 class Scene:
-    """What is wrong (`env` by node, RANK0_ADDR) and what each node says about it."""
+    """What is wrong (`env` by node, RANK0_ADDR) and what each node says about it.
+
+    `first`: what the first node that is started says before the other one is.
+    """
 
     said: tuple[Sequence[str], Sequence[str]]
     env: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
     address: str = NODE_0
     flags: Sequence[str] = field(default_factory=lambda: PP2)
+    first: str = ""
 
     def play(self, hosts: TwoHosts, model: Path, work_dir: Path, ranks: tuple[int, int] = (0, 1)) -> float:
         """Start both, see both end in time with the words; return how long it took."""
@@ -48,6 +52,7 @@ class Scene:
         with held(nodes):
             for host, rank in enumerate(ranks):
                 start(nodes, hosts.hosts[host], rank, self.address)
+                nodes.until(lambda: self.first in nodes.nodes[0].log, START_S, f"nobody says {self.first!r}")
             nodes.until(lambda: all(map(is_up, nodes.nodes)), START_S, "the nodes did not come up")
             codes = nodes.end(FOUND_S)
             took = time.monotonic() - began
@@ -332,7 +337,8 @@ def test_a_port_that_another_program_has(
     # Behind the control port node 1 finds the other program, or is told by another door before that.
     at_1 = ["node 0 does not start: ", *told] if port != CONTROL else [f"{NODE_0}"]
     with taken(hosts.hosts[0], port):
-        Scene((told, at_1), (env, env)).play(hosts, four_layers, tmp_path)
+        # Had node 1 found it and left before, node 0 would tell nobody for a minute.
+        Scene((told, at_1), (env, env), first="telling the other nodes").play(hosts, four_layers, tmp_path)
 
 
 def test_mtus_that_differ(four_layers: Path, tmp_path: Path, hosts: TwoHosts) -> None:
