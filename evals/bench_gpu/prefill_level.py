@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from rocm_serve.config.graphs import prompt_sizes
+from rocm_serve.config.graphs import prompt_sizes, shared_beside
 from rocm_serve.executor import step_rows
 from rocm_serve.executor.graphs import DeviceGraphs
 from rocm_serve.executor.loaded_stage import LoadedStage
@@ -155,7 +155,7 @@ def at_fixed_sizes(stage: LoadedStage, runner: StageRunner, wished: Sequence[Mix
         rows=sorted({_size(sizes, one.prompts * one.rows) for one in taken}),
         prompts=most if several else 1,
         captured=True,
-        recorder=DeviceGraphs(resolved.max_model_len),
+        recorder=DeviceGraphs(resolved.max_model_len, beside=shared_beside(resolved.device)),
         max_model_len=resolved.max_model_len,
         hidden_size=None,
         dtype=stage.dtype,

@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from rocm_serve.config.graphs import shared_beside
 from rocm_serve.executor.decode import DecodeSteps
 from rocm_serve.executor.graphs import DeviceGraphs
 from rocm_serve.executor.launched import Launched
@@ -206,7 +207,7 @@ def stepper(stage: LoadedStage, runner: StageRunner, batch: int, *, captured: bo
     if stage.graph_refusal is not None:
         newest_S = torch.zeros(slots + 1, dtype=torch.int64, device=stage.device) if ahead else None
         return Stepper(replace(runner, own_newest_S=newest_S), None)
-    recorder = Graphs(stage.resolved.max_model_len)
+    recorder = Graphs(stage.resolved.max_model_len, beside=shared_beside(stage.resolved.device))
     steps = DecodeSteps(
         stage.model,
         runner.cache,

@@ -44,6 +44,11 @@ def verified_sizes(most: int, draft_tokens: int) -> tuple[int, ...]:
     return batch_sizes(min(most, AUTO_MOST // (1 + draft_tokens)))
 
 
+def shared_beside(device: DeviceName) -> bool:
+    """Whether a captured step computes the shared expert of few rows beside the routed ones: not timed on ROCm."""
+    return device == "cuda"
+
+
 def decide(
     config: ServeConfig,
     device: DeviceName,

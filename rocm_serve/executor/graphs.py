@@ -7,10 +7,12 @@ hosts, nothing that the host must know. executor/decode.py says what goes in and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 import torch
 
+from rocm_serve.layers.beside import side_stream
 from rocm_serve.ops.bind import REFERENCE, Binding
 from rocm_serve.parallel.comm import Comm
 from rocm_serve.parallel.exchange.contract import ExpertExchange
@@ -51,12 +53,17 @@ class Recorder(Protocol):
 
 
 class DeviceGraphs:
-    """Graphs of CUDA or HIP, by torch; all in one pool of memory. Their steps never run at the same time."""
+    """Graphs of CUDA or HIP, by torch; all in one pool of memory. Their steps never run at the same time.
 
-    def __init__(self, max_model_len: int) -> None:
+    `beside`: layers have a second stream for what may run beside the rest (layers/beside.py).
+    """
+
+    def __init__(self, max_model_len: int, *, beside: bool = False) -> None:
         self._longest = max_model_len - 1
+        self._wants_side = beside
         self._pool: tuple[int, int] | None = None
         self._stream: torch.cuda.Stream | None = None  # one for all: BLAS keeps a workspace for each
+        self._side: torch.cuda.Stream | None = None
 
     def host_copies(self, contexts_B: torch.Tensor, slots_B: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the longest contexts that may come: an op that looks must be right for all of them."""
@@ -72,14 +79,15 @@ class DeviceGraphs:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._stream = stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), self._beside():
             for _ in range(_WARM_UP_RUNS):
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Threads of NCCL look at events meanwhile, which the strictest mode takes for a fault of this one.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+        with recording, self._beside():
             left = run()
 
         def replay() -> T:
@@ -87,6 +95,12 @@ class DeviceGraphs:
             return left
 
         return replay
+
+    def _beside(self) -> AbstractContextManager[None]:
+        if not self._wants_side:
+            return nullcontext()
+        self._side = self._side or torch.cuda.Stream()
+        return side_stream(self._side)
 
 
 def refusal(report: Sequence[Binding], comm: Comm, exchanges: Iterable[ExpertExchange]) -> str | None:

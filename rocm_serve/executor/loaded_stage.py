@@ -11,7 +11,7 @@ import torch
 
 from rocm_serve.cache.allocate import allocate_stage_cache, cache_bytes, kv_dtype_of
 from rocm_serve.config.ahead import in_effect
-from rocm_serve.config.graphs import AUTO_MOST, batch_sizes, prompt_sizes, verified_sizes
+from rocm_serve.config.graphs import AUTO_MOST, batch_sizes, prompt_sizes, shared_beside, verified_sizes
 from rocm_serve.config.schema import Resolved
 from rocm_serve.executor import budget, graphs, stage_memory, step_rows
 from rocm_serve.executor.binding import fallbacks
@@ -93,7 +93,7 @@ class LoadedStage:
         sampler = self._sampler(upload) if self.coord.last_stage else None
         drafter, decode = None, None
         if self.graph_refusal is None:
-            recorder = graphs.DeviceGraphs(self.resolved.max_model_len)
+            recorder = graphs.DeviceGraphs(self.resolved.max_model_len, beside=shared_beside(self.resolved.device))
             steps = self.draft_steps if self.resolved.draft_tokens else self.decode_steps
             decode = steps(cache, table, sampler, num_slots, recorder)
         if sampler is not None and self.model.mtp is not None:

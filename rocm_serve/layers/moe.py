@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from rocm_serve.layers.beside import begun
 from rocm_serve.layers.linear import Linear
 from rocm_serve.layers.mlp import GatedMLP
 from rocm_serve.layers.weights import OpWeights, Weights
@@ -26,6 +27,7 @@ from rocm_serve.parallel.expert_map import ExpertMap, ExpertPlan
 
 Shared = Callable[[], torch.Tensor]  # computes what the shared expert makes of a rank's own rows
 _ALIGNED = 16  # numbers between whose multiples rows of a product begin: pieces of them are read 16 bytes at once
+MOST_BESIDE = 256  # rows whose shared expert leaves a GPU room for the routed ones: those of decode steps
 End = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from what routed experts made of a rank's rows, and these
 
 
@@ -144,7 +146,6 @@ class SparseMoe(nn.Module):
             ops.providers["shared_expert_add"].name == REFERENCE or self.shared_expert_gate.weight_scale_inv is not None
         )
         self._with_shared = self._with_shared_by_parts if by_parts else self._with_shared_at_once
-        self._shared: Callable[[Shared], Shared] = self._shared_after
         self._first: torch.Tensor | None = None  # the weight of one product, and its rows that many rows are given to
         self._first_of_many: torch.Tensor | None = None
         self._project = self._project_apart
@@ -181,13 +182,6 @@ class SparseMoe(nn.Module):
         out_nH = end(exchange.combine(self.experts(sent, own_nH.dtype), sent), own_nH)
         return out_nH if exchange.complete else self.comm.all_reduce(out_nH)
 
-    def run_shared_beside(self, stream: torch.cuda.Stream) -> None:
-        """Compute the shared expert on `stream` from now on, while the routed ones are computed on the caller's.
-
-        Every forward leaves both streams joined: what one has allocated is not used again before the other has read it.
-        """
-        self._shared = partial(self._shared_beside, stream)
-
     def _join_projections(self) -> None:
         """Make the router, the shared expert's gate and up, and its own gate where shared_down_add is bound, rows of
         one weight, where all are plain."""
@@ -207,7 +201,7 @@ class SparseMoe(nn.Module):
 
     def _project_apart(self, x_nH: torch.Tensor) -> tuple[torch.Tensor, End]:
         """Return the router's logits, and what adds the shared expert, which is begun."""
-        return self.gate(x_nH), self._adding(partial(self.shared_expert.partial, x_nH))
+        return self.gate(x_nH), self._adding(partial(self.shared_expert.partial, x_nH), len(x_nH))
 
     def _project_at_once(self, x_nH: torch.Tensor) -> tuple[torch.Tensor, End]:
         return self._cut(self.ops.linear(x_nH, self._first if len(x_nH) <= SHARED_ROWS else self._first_of_many))
@@ -218,32 +212,17 @@ class SparseMoe(nn.Module):
         logits_nE, gate_up_nI, rest = made_nN.tensor_split((experts, experts + width), dim=1)
         if rest.shape[1]:
             return logits_nE, partial(self._down_and_add, gate_up_nI, rest[:, :1])
-        return logits_nE, self._adding(partial(self.shared_expert.partial_of, gate_up_nI))
+        return logits_nE, self._adding(partial(self.shared_expert.partial_of, gate_up_nI), len(made_nN))
 
     def _down_and_add(
         self, gate_up_nI: torch.Tensor, gate_n1: torch.Tensor, routed_nH: torch.Tensor, x_nH: torch.Tensor
     ) -> torch.Tensor:
         return self.ops.shared_down_add(routed_nH, gate_up_nI, gate_n1, self.shared_expert.down_proj.weight)
 
-    def _adding(self, shared: Shared) -> End:
-        """Begin the shared expert; return what adds its rows."""
-        made = self._shared(shared)
+    def _adding(self, shared: Shared, rows: int) -> End:
+        """Begin the shared expert of few rows, where there is a stream for it; return what adds its rows."""
+        made = begun(shared) if rows <= MOST_BESIDE else shared
         return lambda routed_nH, x_nH: self._with_shared(routed_nH, made(), x_nH)
-
-    def _shared_after(self, shared: Shared) -> Shared:
-        return shared
-
-    def _shared_beside(self, stream: torch.cuda.Stream, shared: Shared) -> Shared:
-        """Begin the shared expert; return what waits for it."""
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            shared_nH = shared()
-
-        def joined() -> torch.Tensor:
-            torch.cuda.current_stream().wait_stream(stream)
-            return shared_nH
-
-        return joined
 
     def run_by_parts(self) -> None:
         """Leave shared_expert_add and the joined product alone from now on, so that each part's result can be seen."""

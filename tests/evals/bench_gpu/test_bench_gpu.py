@@ -60,7 +60,7 @@ def test_steps_of_a_tiny_model_are_measured_and_written(tmp_path: Path, capsys: 
 class _Repeats:
     """A recorder of a machine without graphs: a replay runs the step again."""
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, *, beside: bool) -> None:
         self.replay: Callable[[], object] | None = None
 
     def host_copies(self, contexts_B: torch.Tensor, slots_B: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

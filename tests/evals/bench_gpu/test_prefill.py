@@ -187,7 +187,7 @@ def test_experts_are_counted_in_a_step_that_is_not_captured() -> None:
 class _Repeats:
     """A recorder of a machine without graphs: a replay runs the step again."""
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, *, beside: bool) -> None:
         pass
 
     def host_copy(self, values: torch.Tensor, longest: tuple[int, ...]) -> tuple[int, ...]:
