@@ -21,7 +21,6 @@ from evals.gfx.registry import Arch, Outputs, Trial
 from rocm_serve.ops import tiles
 from rocm_serve.ops.contract import Arguments, OpFunction
 from rocm_serve.ops.inputs import normal
-from rocm_serve.ops.tiles_moe_grouped import JOINED
 
 _BF16 = torch.bfloat16
 Build = Callable[[torch.Generator, Arch], Arguments]
@@ -204,12 +203,6 @@ TRIALS: tuple[Trial, ...] = (
     _trial(
         "in turn, width 192",
         _many(16, TILED=1, DOWN_PROGRAMS=3, DOWN_HALVES=1),
-        "fp8_1x128",
-        partial(_experts, rows=5, h=160, i=192, e=3, k=2, activation="fp8_1x128"),
-    ),
-    _trial(
-        "gate and up joined, width 192",
-        _many(16, UP_HALVES=JOINED),
         "fp8_1x128",
         partial(_experts, rows=5, h=160, i=192, e=3, k=2, activation="fp8_1x128"),
     ),

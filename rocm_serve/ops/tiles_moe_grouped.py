@@ -1,10 +1,9 @@
 """Tiles of the experts of many rows in Triton, by rule and to be tried; see tiles_moe.py. No torch.
 
 BM: choices of an expert multiplied at once. UP_*: the product with 128 rows of gate and 128 of up; HALVES: with 64 of
-each at a time, or with JOINED first with 64 of both as one weight, then with the others. DOWN_*: the product with down,
-RUN blocks of 128 columns a program; HELD: it keeps its hidden rows meanwhile; HALVES: 64 columns at a time. SHORT: a
-tile that is at most half full is multiplied as half a tile. DESC: the card's copy engine reads the weights (NVIDIA's,
-sm_90). REGS: rows are multiplied from registers. WARPS, STAGES.
+each at a time. DOWN_*: the product with down, RUN blocks of 128 columns a program; HELD: it keeps its hidden rows
+meanwhile; HALVES: 64 columns at a time. SHORT: a tile that is at most half full is multiplied as half a tile. DESC: the
+card's copy engine reads the weights (NVIDIA's, sm_90). REGS: rows are multiplied from registers. WARPS, STAGES.
 
 TILED: hidden rows lie in the order of the tiles. Then the copy engine can read them too, and DOWN_PROGRAMS programs, if
 it is not 0, take one block of columns after the other.
@@ -20,7 +19,6 @@ Tile = dict[str, int]
 Shape = Mapping[str, int]
 
 BN = 128  # rows of a weight
-JOINED = 2  # a value of UP_HALVES
 ENGINES = ("sm_90",)  # cards whose copy engine reads tiles
 _UNITS = 132  # of such a card
 _HELD_BLOCKS = 4  # of hidden columns that a program can keep
@@ -54,19 +52,7 @@ def grouped_tiles(shape: Shape, arch: str) -> list[Tile]:
         if tile["UP_DESC"] and size == 64:  # two programs of four warps share a unit: one rescales, one multiplies
             up = tile | {"UP_WARPS": 4, "UP_STAGES": 2, "UP_HALVES": 1, "UP_REGS": 1}
             found += [up, up | {"UP_STAGES": 3}, *(up | way for way in _ways_down(tile, _depth(shape)))]
-            found += _joined(tile, _depth(shape))
     return [tile for i, tile in enumerate(found) if tile not in found[:i]]
-
-
-def _joined(tile: Tile, depth: int) -> list[Tile]:
-    """List ways up by products of 128 columns in four warps, with the tile's way down and with those in turn.
-
-    Compiled for sm_90 none spills, and two programs share a unit; way down, three do with two stages.
-    """
-    up = tile | {"UP_WARPS": 4, "UP_STAGES": 4, "UP_HALVES": JOINED}
-    turns = up | _ways_down(tile, depth)[0]
-    three = {"DOWN_STAGES": 2, "DOWN_PROGRAMS": 3 * _UNITS}
-    return [up, turns, turns | {"UP_REGS": 1}, turns | three]
 
 
 def _ways_down(tile: Tile, depth: int) -> list[Tile]:

@@ -15,7 +15,6 @@ import torch
 
 from rocm_serve.ops import fp8, tiles
 from rocm_serve.ops.inputs import block_fp8, normal
-from rocm_serve.ops.tiles_moe_grouped import JOINED
 from tests.ops.interpreted import F32, errors, exact_rows, one_thread, wide
 from tests.ops.interpreting import patched_once
 from tests.ops.poison import poisoned
@@ -142,8 +141,7 @@ def moe_experts_in_tiles(g: torch.Generator) -> list[float]:
 def moe_experts_in_tiles_fp8_weights(g: torch.Generator) -> list[float]:
     """An expert width of 192: the rows of gate and up meet inside a block of scales."""
     made = case(g, 5, 160, 192, 3, 2, block=True)
-    found = errors("moe_experts", provider(many(run=2)), made) + errors("moe_experts", provider(many(halves=1)), made)
-    return found + errors("moe_experts", provider(many(UP_HALVES=JOINED)), made)
+    return errors("moe_experts", provider(many(run=2)), made) + errors("moe_experts", provider(many(halves=1)), made)
 
 
 def moe_experts_in_short_tiles(g: torch.Generator) -> list[float] | str:
@@ -156,7 +154,6 @@ def moe_experts_in_short_tiles(g: torch.Generator) -> list[float] | str:
     made["ids_Tk"] = torch.tensor(each, dtype=torch.int32)[torch.randperm(51, generator=g), None].contiguous()
     found = errors("moe_experts", provider(many(short=1, held=1, run=2)), made)
     found += errors("moe_experts", provider(many(short=1, halves=1, TILED=1)), made)
-    found += errors("moe_experts", provider(many(short=1, UP_HALVES=JOINED)), made)
     try:
         provider(many(held=1))(**case(g, 2, 32, 160, 2, 1, block=False))
     except InterpreterError:
@@ -171,7 +168,6 @@ def moe_experts_in_turn(g: torch.Generator) -> list[float]:
     found += errors("moe_experts", provider(many(halves=1, **turn)), made | {"num_rows": 0})
     made = case(g, 5, 160, 192, 3, 2, block=True)
     described = many(halves=1, TILED=1, DOWN_PROGRAMS=12, UP_DESC=1, DOWN_DESC=1)
-    found += errors("moe_experts", provider(described | {"UP_HALVES": JOINED}), made)
     return found + errors("moe_experts", provider(described), made)
 
 
@@ -252,7 +248,7 @@ def _of_rows(g: torch.Generator, tile: tiles.Tile) -> list[float]:
 def moe_experts_in_tiles_fp8_rows(g: torch.Generator) -> list[float]:
     """The hidden rows are rounded as the interpreter does it: this shows that nothing is misplaced, not more."""
     registers, turn = many(held=1, halves=1, TILED=1, UP_REGS=1, DOWN_REGS=1), many(TILED=1, DOWN_PROGRAMS=3)
-    found = _of_rows(g, many(halves=1)) + _of_rows(g, many(held=1, run=2)) + _of_rows(g, many(UP_HALVES=JOINED))
+    found = _of_rows(g, many(halves=1)) + _of_rows(g, many(held=1, run=2))
     return found + _of_rows(g, registers) + _of_rows(g, turn)
 
 

@@ -11,7 +11,7 @@ from rocm_serve.executor.experts_memory import RETURNED_BYTES, workspace_bytes
 from rocm_serve.ops import tiles
 from rocm_serve.ops.moe_experts.cases import CASES
 from rocm_serve.ops.tiles_moe import MOST_FEW_ROWS
-from rocm_serve.ops.tiles_moe_grouped import BN, JOINED, deep_of
+from rocm_serve.ops.tiles_moe_grouped import BN, deep_of
 from tests.ops.test_tiles_moe import SHAPES, SHARED_MEMORY
 
 ROWS = [MOST_FEW_ROWS << power for power in range(1, 8)]
@@ -25,8 +25,7 @@ def held(tile: tiles.Tile, part: str, shape: dict[str, int], arch: str) -> int:
     # gfx942 keeps one stage of two in registers
     stages = tile[f"{part}_STAGES"] - (arch == "gfx942")
     if part == "UP":
-        rows = BN if tile["UP_HALVES"] == JOINED else 2 * BN
-        return stages * (rows + tile["BM"]) * deep * size
+        return stages * (2 * BN + tile["BM"]) * deep * size
     columns = BN // 2 if tile["DOWN_HALVES"] else BN
     if not tile["DOWN_HELD"]:
         return stages * (columns + tile["BM"]) * deep * size + OUT_BYTES * columns * tile["BM"] * bool(tile["TILED"])

@@ -20,7 +20,7 @@ from rocm_serve.ops.fp8 import BLOCK, fp8_max
 from rocm_serve.ops.moe_experts.triton_grouped_down import down_in_turn_kernel, down_kernel
 from rocm_serve.ops.moe_experts.triton_grouped_kernels import combine_kernel, gate_up_kernel
 from rocm_serve.ops.moe_experts.triton_order import Order, sort_choices
-from rocm_serve.ops.tiles_moe_grouped import BN, JOINED, deep_of
+from rocm_serve.ops.tiles_moe_grouped import BN, deep_of
 from rocm_serve.ops.triton_common.triton import quantise_rows
 
 _RETURNED_BYTES = 1 << 28  # what experts return for every choice is held for so many bytes of columns
@@ -53,11 +53,7 @@ class Call:
         weight: Any = weight_ENK
         if desc:
             assert weight_ENK.element_size() * k % 16 == 0, "the copy engine reads rows of whole 16 bytes"
-            if tile[f"{part}_HALVES"] == JOINED:
-                experts, width = weight_ENK.shape[:2]
-                weight = TensorDescriptor.from_tensor(weight_ENK.view(2 * experts, width // 2, k), [2, at_once, deep])
-            else:
-                weight = TensorDescriptor.from_tensor(weight_ENK.view(-1, k), [at_once, deep])
+            weight = TensorDescriptor.from_tensor(weight_ENK.view(-1, k), [at_once, deep])
         return {
             "w": weight,
             "choices_ptr": self.order.choices,
@@ -125,8 +121,7 @@ def _gate_up(
         TOP_K=order.ids_Tk.shape[1],
         WIDTH=width,
         TOP=top,
-        HALVES=call.tile["UP_HALVES"] == 1,
-        JOINED=call.tile["UP_HALVES"] == JOINED,
+        HALVES=bool(call.tile["UP_HALVES"]),
         TILED=bool(call.tile["TILED"]),
         SHORT=call.tile["UP_SHORT"],
         **call.product("UP", w13_EIH),

@@ -57,17 +57,23 @@ def store_hidden(
 
 
 @triton.jit
-def hidden_parts(
-    x_rows, x_scales, w, w_scale_ptr, expert, first,
-    K: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr, DESC: tl.constexpr, HALVES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def gate_up_tile(
+    x_ptr, x_scale_ptr, w, w_scale_ptr, hidden_ptr, hidden_scale_ptr, choices_ptr, first_place, expert, first,
+    x_stride, num_choices,
+    TOP_K: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr, DOT: tl.constexpr,
+    DESC: tl.constexpr, HALVES: tl.constexpr, TILED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    """Return silu(gate) * up of columns `first` to `first + BN`; with HALVES in two parts."""
+    choice = tl.load(choices_ptr + tl.arange(0, BM))
+    live = choice < num_choices
+    row = tl.where(live, choice // TOP_K, 0).to(tl.int64)  # a place without a choice reads a row and stores nothing
+    x_rows = x_ptr + row * x_stride
     one_scale: tl.constexpr = WIDTH // _BLOCK * _BLOCK == WIDTH
     half: tl.constexpr = BN // 2
     part: tl.constexpr = half if HALVES else BN  # rows of a weight that are multiplied at once
     near = tl.minimum(first + tl.arange(0, part), WIDTH - 1) - first
     far = tl.minimum(first + half + tl.arange(0, part), WIDTH - 1) - first - half
+    x_scales = row_scales(x_scale_ptr, row, K)
     gate_scales = scales_of(w_scale_ptr, expert, first, near, 2 * WIDTH, K, one_scale)
     up_scales = scales_of(w_scale_ptr, expert, first + WIDTH, near, 2 * WIDTH, K, one_scale)
     gate_far_scales = scales_of(w_scale_ptr, expert, first + half, far, 2 * WIDTH, K, one_scale)
@@ -92,82 +98,10 @@ def hidden_parts(
     hidden_far = hidden
     if HALVES:
         hidden_far = gate_far * tl.sigmoid(gate_far) * up_far
-    return hidden, hidden_far
-
-
-@triton.jit
-def hidden_joined(
-    x_rows, x_scales, w, w_scale_ptr, expert, first,
-    K: tl.constexpr, WIDTH: tl.constexpr, DOT: tl.constexpr, DESC: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Return what `hidden_parts` returns with HALVES; half the rows of gate and of up are multiplied as one weight.
-
-    With DESC `w` is a descriptor of [2 E, WIDTH, K], of tiles of [2, BN // 2, BK], and the two loops are made one, so
-    that the other half's factors are asked for while the first half is multiplied.
-    """
-    one_scale: tl.constexpr = WIDTH // _BLOCK * _BLOCK == WIDTH
-    half: tl.constexpr = BN // 2
-    both = tl.arange(0, BN)
-    is_up = both >= half
-    near = tl.zeros((BM, half), tl.float32)
-    far = near
-    for begin in tl.range(0, BN, half, flatten=DESC):
-        inside = tl.minimum(first + begin + both % half, WIDTH - 1) - first + tl.where(is_up, WIDTH, 0)
-        gate_scales = scales_of(w_scale_ptr, expert, first, inside, 2 * WIDTH, K, one_scale)
-        up_scales = scales_of(w_scale_ptr, expert, first + WIDTH, inside, 2 * WIDTH, K, one_scale)
-        y = tl.zeros((BM, BN), tl.float32)
-        for k in tl.range(0, K, BK):
-            block = k // _BLOCK
-            x = rows_tile(x_rows, k, K, BK)
-            x_scale = multipliers(x_scales, block)
-            if DESC:
-                w_tile = w.load([2 * expert, first + begin, k]).reshape(BN, BK).T
-            else:
-                w_tile = weights_tile(w, expert * (2 * WIDTH) + first, inside, k, K, BK, DESC)
-            if x.dtype == tl.uint8:
-                x = x.to(w_tile.dtype, bitcast=True)
-            if w_scale_ptr is None:
-                y = tl.dot(x.to(DOT), w_tile.to(DOT), y, input_precision="ieee")
-            else:
-                w_scale = tl.load(gate_scales + block)
-                if one_scale:
-                    w_scale = tl.where(is_up, tl.load(up_scales + block), w_scale)
-                scale = w_scale[None, :]
-                if x_scale is not None:
-                    scale = x_scale[:, None] * scale
-                y += tl.dot(x.to(DOT), w_tile.to(DOT), input_precision="ieee") * scale
-        gate, up = y.reshape(BM, 2, half).permute(0, 2, 1).split()
-        far = gate * tl.sigmoid(gate) * up
-        near = tl.where(begin == 0, far, near)  # `near = far` before `far` is made anew would not be pipelined
-    return near, far
-
-
-@triton.jit
-def gate_up_tile(
-    x_ptr, x_scale_ptr, w, w_scale_ptr, hidden_ptr, hidden_scale_ptr, choices_ptr, first_place, expert, first,
-    x_stride, num_choices,
-    TOP_K: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr, DOT: tl.constexpr,
-    DESC: tl.constexpr, HALVES: tl.constexpr, JOINED: tl.constexpr, TILED: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    choice = tl.load(choices_ptr + tl.arange(0, BM))
-    live = choice < num_choices
-    row = tl.where(live, choice // TOP_K, 0).to(tl.int64)  # a place without a choice reads a row and stores nothing
-    x_rows = x_ptr + row * x_stride
-    x_scales = row_scales(x_scale_ptr, row, K)
-    if JOINED:
-        hidden, hidden_far = hidden_joined(
-            x_rows, x_scales, w, w_scale_ptr, expert, first, K, WIDTH, DOT, DESC, BM, BN, BK
-        )
-    else:
-        hidden, hidden_far = hidden_parts(
-            x_rows, x_scales, w, w_scale_ptr, expert, first, K, WIDTH, DOT, DESC, HALVES, BM, BN, BK
-        )
     at = choice.to(tl.int64)
     if TILED:
         at = first_place + tl.arange(0, BM)
-    store_hidden(hidden, hidden_far, at, live, first, hidden_ptr, hidden_scale_ptr, WIDTH, TOP, HALVES or JOINED)
+    store_hidden(hidden, hidden_far, at, live, first, hidden_ptr, hidden_scale_ptr, WIDTH, TOP, HALVES)
 
 
 @triton.jit(do_not_specialize=["num_choices"])
@@ -175,13 +109,12 @@ def gate_up_kernel(
     x_ptr, x_scale_ptr, w, w_scale_ptr, hidden_ptr, hidden_scale_ptr, choices_ptr, expert_of_tile_ptr,
     num_tiles_ptr, x_stride, num_choices,
     TOP_K: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr, DOT: tl.constexpr,
-    DESC: tl.constexpr, HALVES: tl.constexpr, JOINED: tl.constexpr, TILED: tl.constexpr, SHORT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DESC: tl.constexpr, HALVES: tl.constexpr, TILED: tl.constexpr, SHORT: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of a tile with BN rows of gate and BN of up, and quantise what they make.
 
-    HALVES: with half as many at a time, which takes half the registers for sums of 128 columns. JOINED: with half as
-    many, then with the other half; gate and up are one product.
+    HALVES: with half as many at a time, which takes half the registers for sums of 128 columns.
 
     SHORT: a tile that is at most half full is multiplied as half a tile.
 
@@ -214,7 +147,6 @@ def gate_up_kernel(
                 DOT,
                 DESC,
                 HALVES,
-                JOINED,
                 TILED,
                 BM // parts,
                 BN,
