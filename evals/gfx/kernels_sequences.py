@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from evals.gfx.judge import outputs_of
-from evals.gfx.registry import Arch, Outputs, Trial, fp8_dtype
-from rocm_serve.ops import tiles
+from evals.gfx.registry import Arch, Trial, fp8_dtype
 from rocm_serve.ops.attention_cases import attention_case
 from rocm_serve.ops.batch import Sequences
-from rocm_serve.ops.contract import Arguments, OpFunction
+from rocm_serve.ops.contract import Arguments
 from rocm_serve.ops.gdn_cases import committing, gdn_case
 from rocm_serve.ops.gdn_extend.cases import extend_case
 from rocm_serve.ops.gdn_step.cases import step_case
@@ -138,12 +136,6 @@ def _untouched(
     q = torch.empty(rows * many, heads, 256, dtype=_BF16)
     held = {"k_pages_PSGD": pages, "v_pages_PSGD": pages}
     return {"q_THD": q, **held, "sequences": sequences, "out_THD": torch.empty_like(q), "scale": 1 / 16}
-
-
-def _merged(splits: int, keys: int, function: OpFunction, arguments: Arguments) -> Outputs:
-    tile = {"SPLITS": splits, "BLOCK_N": keys, "KEY": 1, "MERGED": 1, "EARLY": 0, "num_warps": 4, "num_stages": 1}
-    with tiles.forced("attention_decode", tile):
-        return outputs_of("attention_decode", function(**arguments), arguments)
 
 
 def _trial(op: str, case: str, build: Build, *kernels: str, **other: object) -> Trial:
@@ -373,23 +365,6 @@ TRIALS: tuple[Trial, ...] = (
         _SPLIT,
         _MERGE,
         exceptions=_SMALL_BLOCKS,
-    ),
-    _trial(
-        "attention_decode",
-        "two rows in splits that the last program adds up",
-        partial(_attend, rows=(1, 2), contexts=(70, 8), heads=4, kv_heads=2, d=64, v_scale=3.0),
-        _SPLIT,
-        call=partial(_merged, 3, 16),
-        exceptions={"wide_stores": _SMALL_BLOCKS["decode_attention_kernel:wide_stores"]},
-    ),
-    _trial(
-        "attention_decode",
-        "2.4T heads at tp 8, 16 sequences, splits that the last program adds up",
-        partial(_untouched, rows=1, context=500, heads=8, kv_heads=1, many=16),
-        _SPLIT,
-        compile_only=True,
-        call=partial(_merged, 16, 32),
-        exceptions={"wide_stores": _PARTS["decode_attention_kernel:wide_stores"]},
     ),
     *(
         _trial(

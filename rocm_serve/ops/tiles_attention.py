@@ -31,23 +31,19 @@ def attention_decode_tile(shape: Shape, arch: str) -> Tile:
 
 
 def attention_decode_tiles(shape: Shape, arch: str) -> list[Tile]:
-    """List half to four times the splits of the rule, and blocks of all sizes; keys first where that fills 64 rows.
-
-    Then, with blocks as the rule's or longer, other forms: splits that the last program of a sequence adds up, lengths
-    that are read early.
-    """
+    """List half to four times the splits of the rule, and blocks of all sizes; keys first where that fills 64 rows."""
     if shape["bytes"] == 4:
         return []
-    gfx, rule = arch.startswith("gfx"), attention_decode_tile(shape, arch)
+    gfx, splits = arch.startswith("gfx"), _splits(shape)
     blocks = [(n, 1, w, s) for n in (16, 32, 64, 128) for w in (4, 8) for s in ((1, 2) if gfx else (3, 5, 7))]
     if not gfx and shape["bytes"] == 2:
         blocks += [(64, 0, w, s) for w in (4, 8) for s in (3, 5)]
-    held = [one for one in blocks if _BLOCKS[0] <= one[0] * shape["d"] * shape["bytes"] <= _BLOCKS[1]]
-    counts = [n * rule["SPLITS"] // 2 for n in (1, 2, 4, 8) if 1 <= n * rule["SPLITS"] // 2 <= _MAX_SPLITS]
-    found = [_tile(some, *block) for some in counts for block in held]
-    longer = [one for one in held if one[0] >= rule["BLOCK_N"] and one[1:3] == (1, rule["num_warps"])]
-    forms = ((1, 0),) if gfx else ((1, 0), (0, 1), (1, 1))
-    return found + [_tile(some, *block, *form) for form in forms for some in counts for block in longer if some > 1]
+    return [
+        _tile(some, *block)
+        for some in (splits // 2, splits, splits * 2, splits * 4)
+        for block in blocks
+        if 1 <= some <= _MAX_SPLITS and _BLOCKS[0] <= block[0] * shape["d"] * shape["bytes"] <= _BLOCKS[1]
+    ]
 
 
 def _splits(shape: Shape) -> int:
@@ -55,6 +51,5 @@ def _splits(shape: Shape) -> int:
     return min(_MAX_SPLITS, 1 << wanted.bit_length() - 1)
 
 
-def _tile(splits: int, keys: int, axis: int, warps: int, stages: int, merged: int = 0, early: int = 0) -> Tile:
-    forms = {"MERGED": merged, "EARLY": early}
-    return {"SPLITS": splits, "BLOCK_N": keys, "KEY": axis, **forms, "num_warps": warps, "num_stages": stages}
+def _tile(splits: int, keys: int, axis: int, warps: int, stages: int) -> Tile:
+    return {"SPLITS": splits, "BLOCK_N": keys, "KEY": axis, "num_warps": warps, "num_stages": stages}

@@ -12,14 +12,12 @@ import triton.language as tl
 
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.tiles import tile
-from rocm_serve.ops.triton_common.triton import Counters, arch, following, let_next_begin, wait_for_previous
+from rocm_serve.ops.triton_common.triton import arch, begin, following
 
 _LOG2_E = 1.4426950408889634
 _MERGED = 4096  # numbers that a program of the merge adds
-_AT_ONCE = tl.constexpr(8192)  # numbers of splits that the last program of a sequence reads at a time
 _VECTORS = 32  # query vectors of a tile, unless one row has more
 _FP8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e4m3fnuz: tl.float8e4b8}
-_arrived = Counters()
 
 
 @triton.jit
@@ -118,68 +116,13 @@ def _store(o, d, to_Q, factor_Q, is_vector_Q, D: tl.constexpr, KEY: tl.constexpr
     tl.store(to, x.to(to.dtype.element_ty), mask=real)
 
 
-@triton.jit
-def _lengths(row_starts, contexts, b, EARLY: tl.constexpr, PDL: tl.constexpr):
-    """Return a sequence's first row, number of rows and context.
-
-    EARLY: they were there before the step began, and are read before the kernels before have ended.
-    """
-    let_next_begin(PDL)
-    wait_for_previous(PDL and not EARLY)
-    first = tl.load(row_starts + b)
-    n = tl.load(row_starts + b + 1) - first
-    context = tl.load(contexts + b)
-    wait_for_previous(PDL and EARLY)
-    return first, n, context
-
-
-@triton.jit
-def _add_if_last(
-    arrived, splits, count, parts, peaks, totals, out, row_Q, before, head_Q, heads, is_vector_Q, v_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Count this program; the last of `count` adds up as many splits, weighted, always in this order.
-
-    Other programs have just written them: L1 may hold what was there before.
-    """
-    size: tl.constexpr = row_Q.shape[0]
-    some: tl.constexpr = max(1, _AT_ONCE // (size * BLOCK_D))
-    group = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)  # of a sequence
-    counter = arrived + group * (tl.num_programs(0) // splits) + tl.program_id(0) // splits
-    tl.debug_barrier()
-    if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
-        from_Q, to_Q = (row_Q - before) * splits * heads + head_Q, row_Q * heads + head_Q
-        d = tl.arange(0, BLOCK_D)
-        peak_Q = tl.full((size,), float("-inf"), dtype=tl.float32)
-        total_Q = tl.zeros((size,), dtype=tl.float32)
-        o_QD = tl.zeros((size, BLOCK_D), dtype=tl.float32)
-        for begun in range(0, count, some):
-            split = begun + tl.arange(0, some)
-            at_SQ = from_Q[None, :] + split[:, None] * heads
-            live = (split < count)[:, None] & is_vector_Q[None, :]
-            peak_SQ = tl.load(peaks + at_SQ, mask=live, other=float("-inf"), cache_modifier=".cg")
-            total_SQ = tl.load(totals + at_SQ, mask=live, other=0.0, cache_modifier=".cg")
-            at_SQD, real = (at_SQ * D)[:, :, None] + d[None, None, :], live[:, :, None] & (d < D)[None, None, :]
-            part_SQD = tl.load(parts + at_SQD, mask=real, other=0.0, cache_modifier=".cg")
-            higher_Q = tl.maximum(peak_Q, tl.max(peak_SQ, 0))
-            base_Q = tl.where(higher_Q == float("-inf"), 0.0, higher_Q)  # of vectors that are not there
-            shrink_Q, weight_SQ = tl.exp2(peak_Q - base_Q), tl.exp2(peak_SQ - base_Q[None, :])
-            total_Q = total_Q * shrink_Q + tl.sum(weight_SQ * total_SQ, 0)
-            o_QD = o_QD * shrink_Q[:, None] + tl.sum(weight_SQ[:, :, None] * part_SQD, 0)
-            peak_Q = higher_Q
-        x_QD = o_QD * (v_scale / total_Q)[:, None]
-        stored = is_vector_Q[:, None] & (d < D)[None, :]
-        tl.store(out + (to_Q * D)[:, None] + d[None, :], x_QD.to(out.dtype.element_ty), mask=stored)
-        tl.store(counter, 0)
-
-
 @triton.jit(do_not_specialize=["row_starts", "contexts", "table", "table_row", "before", "splits"])
 def decode_attention_kernel(
-    q, k_pages, v_pages, out, peaks, totals, merged, arrived,
+    q, k_pages, v_pages, out, peaks, totals,
     row_starts, contexts, table, table_row, before, splits, score_scale, v_scale,
     PAGE: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, KEY: tl.constexpr, DOT: tl.constexpr,
-    FP8: tl.constexpr, MERGED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of one sequence with the r query heads of one key/value head, over one split of the keys.
 
@@ -187,26 +130,30 @@ def decode_attention_kernel(
     first half meets probabilities rounded to DOT, the second what the rounding lost: exact, for the price of one. KEY:
     axis of the keys in a tile of scores, 1, or 0 for instructions whose first factor has 64 rows. FP8: dtype of such
     pages, whose values come as int16 pairs. Scores count in powers of two. With splits `out` is fp32 [T, s, H, D], not
-    yet divided by the sums of probabilities; these go to `totals`, the largest scores to `peaks`, both [T, s, H]; where
-    MERGED the last program with keys of these rows and heads adds them up into `merged` [T, H, D].
+    yet divided by the sums of probabilities; these go to `totals`, the largest scores to `peaks`, both [T, s, H].
     """
+    begin(PDL)
     split, start = tl.program_id(0) % splits, tl.program_id(0) // splits * ROWS
     group, groups, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
-    first, n, context = _lengths(row_starts, contexts, b, EARLY, PDL)
+    first = tl.load(row_starts + b)
+    n = tl.load(row_starts + b + 1) - first
     if start >= n:
         return
-    span, end = _span(context + n, splits, BLOCK_N), context + tl.minimum(start + ROWS, n)
-    stop = tl.minimum(end, split * span + span)
+    context = tl.load(contexts + b)
+    span = _span(context + n, splits, BLOCK_N)
+    stop = tl.minimum(context + tl.minimum(start + ROWS, n), split * span + span)
     if split * span >= stop:
         return
-    m, d, h = tl.arange(0, 2 * BLOCK_Q), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
+    m = tl.arange(0, 2 * BLOCK_Q)
     row, head, is_vector = _vectors(m % BLOCK_Q, start, n, group, SHARED, ROWS)
     at = tl.expand_dims(((first + row).to(tl.int64) * groups * SHARED + head) * D, KEY)
+    d, h = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     x, scale = _queries(q, at, tl.expand_dims(is_vector, KEY), score_scale, d, D, KEY, DOT, FP8)
     position = tl.expand_dims(context + tl.minimum(row, n - 1), KEY)
+    peak_M = tl.full((2 * BLOCK_Q,), float("-inf"), dtype=tl.float32)
     zeros = tl.zeros((2 * BLOCK_Q, BLOCK_N) if KEY == 1 else (BLOCK_N, 2 * BLOCK_Q), dtype=tl.float32)
     o_1 = tl.zeros((2 * BLOCK_Q, BLOCK_D // 2) if KEY == 1 else (BLOCK_D // 2, 2 * BLOCK_Q), dtype=tl.float32)
-    peak_M, total, o_2 = tl.full((2 * BLOCK_Q,), float("-inf"), tl.float32), zeros, o_1
+    total, o_2 = zeros, o_1
     for block in range(split * span, stop, BLOCK_N):
         key = block + tl.arange(0, BLOCK_N)
         held = tl.minimum(key, stop - 1)  # keys past the end are those of the last one once more, and not visible
@@ -221,7 +168,8 @@ def decode_attention_kernel(
     row, head, is_vector = _vectors(tl.arange(0, BLOCK_Q), start, n, group, SHARED, ROWS)
     total_Q = tl.max(tl.reshape(tl.sum(total, KEY), (2, BLOCK_Q)), 0)  # both halves have the same
     if SPLIT:
-        place, factor_Q = (first + row - before).to(tl.int64) * splits + split, tl.full((BLOCK_Q,), 1.0, tl.float32)
+        place = (first + row - before).to(tl.int64) * splits + split
+        factor_Q = tl.full((BLOCK_Q,), 1.0, dtype=tl.float32)
         tl.store(peaks + place * groups * SHARED + head, tl.max(tl.reshape(peak_M, (2, BLOCK_Q)), 0), mask=is_vector)
         tl.store(totals + place * groups * SHARED + head, total_Q, mask=is_vector)
     else:
@@ -229,27 +177,24 @@ def decode_attention_kernel(
     to = out + (place * groups * SHARED + head) * D
     _store(o_1, h if FP8 is None else 2 * h, to, factor_Q, is_vector, D, KEY)
     _store(o_2, h + BLOCK_D // 2 if FP8 is None else 2 * h + 1, to, factor_Q, is_vector, D, KEY)
-    if MERGED:
-        count, row, heads = tl.cdiv(end, span), (first + row).to(tl.int64), groups * SHARED
-        _add_if_last(
-            arrived, splits, count, out, peaks, totals, merged, row, before, head, heads, is_vector, v_scale, D, BLOCK_D
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["row_starts", "contexts", "before", "splits", "heads"])
 def merge_splits_kernel(
     parts, peaks, totals, out, row_starts, contexts, before, splits, heads, v_scale,
-    BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, PART_D: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, PART_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some dimensions of one head of one row: its splits, weighted by their sums of probabilities, added at once."""
+    begin(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1) % heads
     d = tl.program_id(1) // heads * PART_D + tl.arange(0, PART_D)
     b = tl.program_id(2)
-    first, n, context = _lengths(row_starts, contexts, b, EARLY, PDL)
+    first = tl.load(row_starts + b)
+    n = tl.load(row_starts + b + 1) - first
     if row >= n:
         return
+    context = tl.load(contexts + b)
     split = tl.arange(0, BLOCK_S)
     live = (split < splits) & (split * _span(context + n, splits, BLOCK_N) <= context + row)
     at_S = ((first + row - before).to(tl.int64) * splits + split) * heads + head
@@ -270,14 +215,6 @@ def _dot_dtype(q: torch.Tensor, pages: torch.Tensor, arch: str) -> tl.dtype:
     if torch.float32 in (q.dtype, pages.dtype):
         return tl.float32
     return tl.float16 if pages.dtype.itemsize == 1 and not arch.startswith("gfx") else tl.bfloat16
-
-
-def _room(
-    rows: int, splits: int, heads: int, d: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return where splits, their largest scores and their sums of probabilities are kept."""
-    peaks, totals = torch.empty(2, rows, splits, heads, dtype=torch.float32, device=device)
-    return torch.empty(rows, splits, heads, d, dtype=torch.float32, device=device), peaks, totals
 
 
 def attention_decode(
@@ -318,25 +255,25 @@ def attention_decode(
     shape = {"rows": many, "vectors": block_q, "groups": groups, "d": block_d, "bytes": itemsize}
     chosen = tile("attention_decode", shape, card)
     splits, block_n = chosen["SPLITS"], chosen["BLOCK_N"]
-    tiles, merged = triton.cdiv(longest, rows), bool(chosen["MERGED"] and splits > 1)
-    room = (starts[-1] - starts[0], splits, heads, d)
-    target, peaks, totals = _room(*room, q_THD.device) if splits > 1 else (out_THD, None, None)
-    arrived = _arrived.of(tiles * groups * many, q_THD.device) if merged else None
+    target, peaks, totals = out_THD, None, None
+    if splits > 1:
+        sizes = (starts[-1] - starts[0], splits, heads)
+        target = torch.empty((*sizes, d), dtype=torch.float32, device=q_THD.device)
+        peaks, totals = torch.empty((2, *sizes), dtype=torch.float32, device=q_THD.device)
     where = (sequences.row_starts_B1, sequences.contexts_B)
     table, before = sequences.page_table_BP, starts[0]
-    decode_attention_kernel[(tiles * splits, groups, many)](
-        *(q_THD.contiguous(), k_pages_PSGD, values, target, peaks, totals, out_THD, arrived, *where),
+    decode_attention_kernel[(triton.cdiv(longest, rows) * splits, groups, many)](
+        *(q_THD.contiguous(), k_pages_PSGD, values, target, peaks, totals, *where),
         *(table, table.stride(0), before, splits, float(scale * k_scale * _LOG2_E), float(v_scale)),
         **{"PAGE": page_size, "SHARED": shared, "ROWS": rows, "SPLIT": splits > 1, "D": d, "BLOCK_D": block_d},
-        **{"BLOCK_Q": block_q, "BLOCK_N": block_n, "DOT": dot, "FP8": fp8, "MERGED": merged},
-        **{name: chosen[name] for name in ("KEY", "EARLY", "num_warps", "num_stages")} | following(),
+        **{"BLOCK_Q": block_q, "BLOCK_N": block_n, "KEY": chosen["KEY"], "DOT": dot, "FP8": fp8},
+        **{name: chosen[name] for name in ("num_warps", "num_stages")} | following(),
     )
-    if splits > 1 and not merged:
+    if splits > 1:
         block_s = triton.next_power_of_2(splits)
         part_d = min(block_d, max(16, _MERGED // block_s))
         merge_splits_kernel[(longest, heads * triton.cdiv(d, part_d), many)](
             *(target, peaks, totals, out_THD, *where, before, splits, heads, float(v_scale)),
             **{"BLOCK_S": block_s, "BLOCK_N": block_n, "D": d, "PART_D": part_d} | following(),
-            EARLY=chosen["EARLY"],
         )
     return out_THD
