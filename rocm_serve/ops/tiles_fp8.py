@@ -18,15 +18,14 @@ Shape = Mapping[str, int]
 
 _BLOCK = 128  # of FP8 scales, both ways
 _FEWEST = 64  # rows for which more than the rule's tile is tried where no copy engine reads
-_FEWEST_BY_ENGINE = 1  # rows that the copy engine reads by rule
 _ENGINES = ("sm_90",)  # cards whose copy engine reads tiles
 _UNITS = 132  # of such a card
-_BUSY = 96  # programs that keep it busy
+_BUSY = 96  # programs that keep it busy, as an H200 said (docs/performance.md)
 
 
 def fp8_linear_tile(shape: Shape, arch: str) -> Tile:
     """Choose by rows and columns: FP8 rows and weights of whole blocks where a copy engine reads both, else by rows."""
-    if _for_many(shape) and arch in _ENGINES and shape["rows"] >= _FEWEST_BY_ENGINE:
+    if _for_many(shape) and arch in _ENGINES:  # any number of rows: each has the same bits in all
         return _by_engine(shape)
     return _for_all(shape, arch)
 
@@ -55,15 +54,8 @@ def fp8_linear_tiles(shape: Shape, arch: str) -> list[Tile]:
         _many(64, 64, 4, 4, 2, DESC=1),
     ]
     # Few programs wait for memory: narrower tiles are more of them, and more stages ask for more at once.
-    few = [
-        _many(64, bn, 1, 4, stages, DESC=1) for bn, stages in ((128, 8), (64, 4), (64, 6), (64, 8), (32, 8), (32, 12))
-    ]
-    return [
-        *(large if rows >= 128 else ()),
-        *small,
-        *(few if _programs(shape, 128) < 2 * _UNITS else ()),
-        _for_all(shape, arch),
-    ]
+    few = [_many(64, bn, 1, 4, stages, DESC=1) for bn, stages in ((128, 8), (64, 4), (64, 6), (64, 8))]
+    return [*(large if rows >= 128 else ()), *small, *(few if _programs(shape) < 2 * _UNITS else ())]
 
 
 def _for_many(shape: Shape) -> bool:
@@ -72,16 +64,13 @@ def _for_many(shape: Shape) -> bool:
 
 
 def _by_engine(shape: Shape) -> Tile:
-    """Return the widest tile of which there are enough to keep the card busy."""
-    if _programs(shape, 128) >= _BUSY:
-        return _many(64, 128, 1, 4, 4, DESC=1)
-    if _programs(shape, 64) >= _BUSY:
-        return _many(64, 64, 1, 4, 6, DESC=1)
-    return _many(64, 32, 1, 4, 8, DESC=1)
+    """Return the wide tile where there are enough to keep the card busy, else half of it."""
+    return _many(64, 128, 1, 4, 4, DESC=1) if _programs(shape) >= _BUSY else _many(64, 64, 1, 4, 6, DESC=1)
 
 
-def _programs(shape: Shape, columns: int) -> int:
-    return -(-shape["rows"] // 64) * (shape["n"] // columns)
+def _programs(shape: Shape) -> int:
+    """Return how many tiles of 64 rows and 128 columns there are."""
+    return -(-shape["rows"] // 64) * (shape["n"] // 128)
 
 
 def _for_all(shape: Shape, arch: str) -> Tile:
