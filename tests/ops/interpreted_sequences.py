@@ -211,8 +211,7 @@ def attention_prefill_in_splits(g: G) -> list[float]:
 def attention_decode_in_splits(g: G) -> list[float]:
     """Splits of whole blocks of 16 keys: sequences of one split beside those of all, borders on either side.
 
-    Both orders of the products; seven rows take more than one tile. Splits added up by a kernel of their own or by the
-    last program, which leaves zeros where it counts.
+    Both orders of the products; seven rows take more than one tile.
     """
     sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "d": 24, "page_size": 7}
     made = attention_case(g, F32, rows=(1, 2, 7), contexts=(31, 31, 60), first_row=3, v_scale=1.5, **sizes)
@@ -220,10 +219,10 @@ def attention_decode_in_splits(g: G) -> list[float]:
     decode = importlib.import_module("rocm_serve.ops.attention_decode.triton")
     found = []
     for key in (0, 1):
-        tile = {"SPLITS": 3, "BLOCK_N": 16, "KEY": key, "MERGED": key, "EARLY": key, "num_warps": 4, "num_stages": 1}
+        tile = {"SPLITS": 3, "BLOCK_N": 16, "KEY": key, "num_warps": 4, "num_stages": 1}
         with mock.patch.object(decode, "tile", return_value=tile):
             found += errors("attention_decode", made) + errors("attention_decode", wide)
-    return [*found, *(float(x.abs().sum()) for x in decode._arrived.made(torch.device("cpu")))]
+    return found
 
 
 def attention_decode(g: G) -> list[float]:

@@ -8,12 +8,12 @@ from rocm_serve.ops import tiles_rows
 
 
 @pytest.mark.parametrize(("arch", "lanes"), [("sm_90", 32), ("gfx942", 64), ("gfx950", 64)])
-def test_a_lane_of_the_convolution_has_16_bytes_and_a_program_all_rows_that_a_state_carries(
+def test_a_lane_of_the_convolution_has_8_or_16_bytes_and_a_program_all_rows_that_a_state_carries(
     arch: str, lanes: int
 ) -> None:
     for one_row in (True, False):
         tile = tiles_rows.causal_conv_tile(arch, one_row=one_row)
-        assert tile["COLUMNS"] == 8 * lanes * tile["num_warps"]
+        assert tile["COLUMNS"] == (4 if lanes == 32 and not one_row else 8) * lanes * tile["num_warps"]
         assert tile["ROWS"] == 1 if one_row else tile["ROWS"] >= 16, "of 17 taps 16 rows are carried"
 
 
