@@ -11,22 +11,26 @@ from evals.bench_gpu.records import VLLM_MS, StepRecord
 
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 250, 40, 48
+_MODES = ("eager", "graphs", "ahead")  # what a server has comes last
 _COLOURS = ("#1b6ca8", "#c1440e", "#2e7d32", "#6a1b9a", "#8d6e00", "#00838f")
 
 Line = tuple[str, list[tuple[int, float]], bool]  # name, (batch, ratio), dashed
 
 
 def lines_of(steps: Sequence[StepRecord]) -> list[Line]:
-    """Group steps by shape, context and mode; vLLM's own figures, over the same uniform floor, are dashed."""
-    found: dict[tuple[str, int, str], list[tuple[int, float]]] = {}
+    """Group steps by shape and context; vLLM's own figures, over the same uniform floor, are dashed.
+
+    A step is drawn in the mode that a server has it in, of those that were measured: planned ahead, else captured.
+    """
+    found: dict[tuple[str, int], dict[int, float]] = {}
     peers: dict[tuple[str, int], dict[int, float]] = {}
-    for one in steps:
-        found.setdefault((one.shape, one.context, one.mode), []).append((one.batch, one.uniform_ratio))
+    for one in sorted(steps, key=lambda one: _MODES.index(one.mode)):
+        found.setdefault((one.shape, one.context), {})[one.batch] = one.uniform_ratio
         vllm = VLLM_MS.get(one.shape, {}).get((one.batch, one.context))
         if vllm is not None:
             peers.setdefault((one.shape, one.context), {})[one.batch] = one.uniform_floor_ms / vllm
     ours: list[Line] = [
-        (f"{shape}, ctx {context}, {mode}", sorted(points), False) for (shape, context, mode), points in found.items()
+        (f"{shape}, ctx {context}", sorted(points.items()), False) for (shape, context), points in found.items()
     ]
     theirs: list[Line] = [
         (f"{shape}, ctx {context}, vLLM 0.26", sorted(points.items()), True)

@@ -17,7 +17,7 @@ from evals.tiny import generator, train
 
 ROOT = Path(__file__).parents[2]
 MODEL, REFERENCE = ROOT / "evals/tiny/checkpoint", ROOT / "evals/references/tiny-gsm8k-synth.jsonl"
-RESULTS = ROOT / "evals/bench_gpu/results/h200-2026-11-30-decode.json"
+RESULTS = ROOT / "evals/bench_gpu/results/h200-2026-12-01-decode.json"
 PLAIN = f"--model {MODEL} --reference {REFERENCE} --out {{made}}"
 
 

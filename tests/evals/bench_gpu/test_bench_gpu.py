@@ -258,8 +258,8 @@ def _step(batch: int, kernels: dict[str, tuple[int, float]]) -> StepRecord:
 
 
 def test_the_plot_shows_ours_and_vllm_over_the_same_floor() -> None:
-    records = [_step(batch, {}) for batch in (1, 64)]
-    ours, vllm = lines_of(records)
-    assert ours == ("q35tp1, ctx 1024, graphs", [(1, 0.525), (64, 0.525)], False)
+    ahead = msgspec.structs.replace(_step(64, {}), mode="ahead", uniform_ratio=0.75)
+    ours, vllm = lines_of([ahead, *(_step(batch, {}) for batch in (1, 64))])
+    assert ours == ("q35tp1, ctx 1024", [(1, 0.525), (64, 0.75)], False), "as a server has it"
     assert vllm[1][0] == (1, pytest.approx(2.1 / 4.20)) and vllm[2]
     assert svg([ours, vllm], "a < b").count("<polyline") == 2
