@@ -17,6 +17,8 @@ from rocm_serve.checkpoint.reader import CheckpointReader, read_config
 from rocm_serve.cli_verdict import progress_of, verdict_or_2
 from rocm_serve.config import load
 from rocm_serve.config.experts import expert_plan
+from rocm_serve.config.op_forms import ruled_out
+from rocm_serve.config.ops import check_called
 from rocm_serve.config.resolve import resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
 from rocm_serve.diagnostics.parity import flow, prompts
@@ -115,6 +117,9 @@ def prepare(config: ServeConfig, vocab_used: int, run_dir: Path) -> Resolved:
     platform = probe.probe(config.device)
     free_port = probe.free_port
     resolved = resolve(config, facts, platform, vocab_used=vocab_used, run_dir=str(run_dir), free_port=free_port)
+    check_called(resolved, facts)
+    for idle in ruled_out(resolved, facts):
+        raise UserError(f"{idle}, so nothing would be compared; leave one of them out")
     with CheckpointReader(resolved.model) as reader:
         mesh = Mesh(resolved.tp, resolved.pp, resolved.ep)
         validate(reader, facts, mesh, mtp=False, experts=expert_plan(resolved, facts))

@@ -20,6 +20,8 @@ from rocm_serve.checkpoint.reader import CheckpointReader, read_config
 from rocm_serve.config import load
 from rocm_serve.config.experts import expert_plan
 from rocm_serve.config.launcher import Membership, membership, split_address
+from rocm_serve.config.op_forms import ruled_out
+from rocm_serve.config.ops import check_called
 from rocm_serve.config.resolve import check_wishes, resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
 from rocm_serve.diagnostics.experts.counts import check_free
@@ -164,6 +166,7 @@ def prepare(config: ServeConfig, run_dir: Path, notes: tuple[str, ...] = ()) -> 
         find_network=probe.find_network,
         notes=notes,
     )
+    check_called(resolved, facts)
     placed = expert_plan(resolved, facts)
     check_mori(facts, placed, resolved, compute_units=platform.compute_units, environ=load.environment())
     record_start(resolved, platform, load.environment(), sys.argv, run_dir)
@@ -174,7 +177,7 @@ def prepare(config: ServeConfig, run_dir: Path, notes: tuple[str, ...] = ()) -> 
             validate(reader, facts, mesh, mtp=resolved.draft_tokens > 0, stages=stages, experts=placed)
     for line in start_up_lines(resolved, platform, everything=config.log_level == "debug"):
         log.info("%s", line)
-    for note in resolved.notes:
+    for note in (*resolved.notes, *ruled_out(resolved, facts)):
         log.warning("%s", note)
     return resolved, tokenizer
 

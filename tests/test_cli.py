@@ -21,7 +21,9 @@ from rocm_serve.checkpoint.synthetic import make_checkpoint
 from rocm_serve.cli import main
 from rocm_serve.config.schema import ServeConfig
 from rocm_serve.parallel.expert_map import ExpertPlan
+from rocm_serve.platform import probe
 from rocm_serve.version import VERSION
+from tests.config.test_resolve import MI300X
 
 ROOT = Path(__file__).parents[1]
 Run = subprocess.CompletedProcess[str]
@@ -147,6 +149,7 @@ def test_a_word_where_a_number_belongs_is_refused_by_flag(here: Callable[..., Ru
         (["--device", "rocm"], ["--device rocm", "legal: auto, cpu"]),
         (["--op", "layers.8.linear=reference"], ["layers 0..7"]),
         (["--op", "layers.3.gdn_chunk=reference"], ["layers.3.gdn_chunk=reference: layer 3", "layers 0 to 2, 4 to 6"]),
+        (["--op", "gdn_extend=reference"], ["--op gdn_extend=reference", "drafts are verified, and none are here"]),
         (["--op", "moe_experts=triton"], ["not on cpu; legal there: reference"]),
         (["--enforce-eager", "--graph-max-batch", "8"], ["--enforce-eager and --graph-max-batch 8 contradict"]),
         (["--max-total-tokens", "5"], ["--max-total-tokens 5", "legal: at least 16384"]),
@@ -305,6 +308,15 @@ def test_what_mori_would_stumble_over_is_asked_before_anything_starts(
     monkeypatch.setattr(compose, "check_mori", check)
     compose.prepare(ServeConfig(model=str(text_fp8), device="cpu", tp=2, ep=2), tmp_path)
     assert asked == [(2, True)]
+
+
+def test_a_wish_that_another_rules_out_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text_fp8: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(probe, "probe", lambda device: MI300X)
+    compose.prepare(ServeConfig(model=str(text_fp8), op={"gdn_step": "triton", "gdn_decode": "triton"}), tmp_path)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned[-1].startswith("--op gdn_decode=triton has no effect: --op gdn_step=triton ")
 
 
 def test_plan_counts_the_checkpoint_and_every_rank(here: Callable[..., Run], text_fp8: Path) -> None:

@@ -11,6 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from rocm_serve.cli_parity import prepare
+from rocm_serve.config.schema import ServeConfig
+from rocm_serve.errors import UserError
+from rocm_serve.platform import probe
+from tests.config.test_resolve import MI300X
+
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import sys, typer
@@ -57,6 +63,29 @@ def test_a_wish_that_cannot_be_met_is_one_line(
     ended = run("--model", checkpoints["text-bf16"], *words)
     assert ended.returncode == 2, ended.stderr
     assert sentence in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("op", "sentence"),
+    [
+        ({"quantise_rows": "triton"}, "--op quantise_rows=triton: quantise_rows runs where rows are sent"),
+        (
+            {"gdn_step": "triton", "gdn_decode": "triton"},
+            "--op gdn_decode=triton has no effect: --op gdn_step=triton has its layers do without gdn_decode, so",
+        ),
+    ],
+)
+def test_wishes_of_which_nothing_would_be_compared_are_refused(
+    op: dict[str, str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(probe, "probe", lambda device: MI300X)
+    with pytest.raises(UserError) as refused:
+        prepare(ServeConfig(model=str(checkpoints["text-bf16"]), op=op), 100, tmp_path)
+    assert str(refused.value).startswith(sentence)
 
 
 @pytest.mark.slow

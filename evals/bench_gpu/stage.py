@@ -18,7 +18,8 @@ from rocm_serve.executor.experts import build_exchanges
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, ModelFacts, stage_params
 from rocm_serve.models.registry import build_model
-from rocm_serve.ops.bind import BoundOps, bind_ops
+from rocm_serve.ops.bind import BoundOps, bind_ops, choose
+from rocm_serve.ops.facts import OpFacts
 from rocm_serve.ops.fp8 import FP8_DTYPES
 from rocm_serve.parallel.comm import SoloComm
 from rocm_serve.parallel.layout import Param
@@ -60,29 +61,45 @@ def rank_of(
     kv_cache_dtype: str = "auto",
 ) -> Rank:
     """Decide what a start would decide, and bind ops by the table of this machine. Errors: UserError."""
-    facts, device, gpus = facts_of(name), device_here(), gpus_seen_by_torch()
+    facts, device = facts_of(name), device_here()
     resolved = _resolved(name, running=running, longest=longest, op=op or {}, kv_cache_dtype=kv_cache_dtype)
+    coord, params = _of_one_rank(facts)
+    static = _static(facts, coord, params, resolved, device)
+    ops = bind_ops(resolved.op, static.arch, facts=static.mapping(), activation=resolved.fp8_activation)
+    return Rank(name, facts, resolved, coord, params, ops, device, static.arch, static.compute_units)
+
+
+def check_ops(names: Sequence[str], op: Mapping[str, str]) -> None:
+    """Refuse a wish for a provider that one of the shapes cannot have, before any of them is run. Errors: UserError.
+
+    Providers are asked, too, as `rank_of` asks them; none is loaded.
+    """
+    for name in names:
+        facts = facts_of(name)
+        resolved = _resolved(name, running=1, longest=LEAST_MODEL_LEN, op=op, kv_cache_dtype="auto")
+        static = _static(facts, *_of_one_rank(facts), resolved, device_here())
+        choose(resolved.op, static.arch, facts=static.mapping())
+
+
+def _of_one_rank(facts: ModelFacts) -> tuple[Coord, dict[str, Param]]:
     coord = Mesh(1, 1).coord(0)
-    params = stage_params(facts, coord, formats=ConfigFormats(facts), mtp=False)
-    arch = "cpu" if device.type == "cpu" else gpus.arch
-    static = op_facts(
+    return coord, stage_params(facts, coord, formats=ConfigFormats(facts), mtp=False)
+
+
+def _static(
+    facts: ModelFacts, coord: Coord, params: Mapping[str, Param], resolved: Resolved, device: torch.device
+) -> OpFacts:
+    gpus = gpus_seen_by_torch()
+    return op_facts(
         facts,
         params,
         coord,
         resolved,
-        arch=arch,
+        arch="cpu" if device.type == "cpu" else gpus.arch,
         compute_units=gpus.compute_units,
         dialect=dialect_of(device),
         activation=resolved.fp8_activation,
     )
-    ops = bind_ops(resolved.op, arch, facts=static.mapping(), activation=resolved.fp8_activation)
-    return Rank(name, facts, resolved, coord, params, ops, device, arch, gpus.compute_units)
-
-
-def check_ops(names: Sequence[str], op: Mapping[str, str]) -> None:
-    """Refuse a wish for a provider that one of the shapes cannot have, before any of them is run. Errors: UserError."""
-    for name in names:
-        _resolved(name, running=1, longest=LEAST_MODEL_LEN, op=op, kv_cache_dtype="auto")
 
 
 def _resolved(name: str, *, running: int, longest: int, op: Mapping[str, str], kv_cache_dtype: str) -> Resolved:

@@ -8,7 +8,7 @@ from rocm_serve.config.experts import EXCHANGES
 from rocm_serve.config.schema import Resolved
 from rocm_serve.errors import UserError
 from rocm_serve.models.qwen3_5.spec import ModelFacts
-from rocm_serve.models.qwen3_5.spec_calls import calls_of
+from rocm_serve.models.qwen3_5.spec_calls import Calls, calls_of
 from rocm_serve.platform.table import PROVIDERS, archs_of, not_on, split_wish
 
 # Ops that a launch can do without.
@@ -41,12 +41,35 @@ def check_archs(wishes: Mapping[str, str], arch: str) -> None:
 
 
 def checked(resolved: Resolved, facts: ModelFacts) -> Resolved:
-    """Return `resolved`, once no wish of it bears on nothing: on an op that the layer, or the launch, does not call.
+    """Return `resolved`, once no wish of it is for a layer that never calls the op, or that the model does not have.
 
-    A refusal is the same on all ranks: layers are those of the model, on whichever stage they are.
+    An op that this configuration calls nowhere passes: who asks about providers may name it. A refusal is the same on
+    all ranks: layers are those of the model, on whichever stage they are.
     Errors: UserError naming the layers that call the op.
     """
-    calls = calls_of(
+    calls = calls_in(resolved, facts)
+    for name, provider in resolved.op.items():
+        layer, op = split_wish(name)
+        said, layers = f"--op {name}={provider}", calls.layers(op)
+        if layer is not None and layer >= facts.num_layers:
+            raise UserError(f"{said}: the model has layers 0..{facts.num_layers - 1}{_of_draft_layer(facts, op)}")
+        if layer is not None and layer not in layers and calls.anywhere(op):
+            raise UserError(f"{said}: layer {layer} does not call {op}; {_where(op, layers, resolved.pp)}")
+    return resolved
+
+
+def check_called(resolved: Resolved, facts: ModelFacts) -> None:
+    """Refuse what a launch must not have: a wish for an op that nothing in it calls. Errors: UserError."""
+    calls = calls_in(resolved, facts)
+    for name, provider in resolved.op.items():
+        _, op = split_wish(name)
+        if not calls.anywhere(op):
+            raise UserError(f"--op {name}={provider}: {_WANTED.get(op, f'this model calls no {op}')}; leave it out")
+
+
+def calls_in(resolved: Resolved, facts: ModelFacts) -> Calls:
+    """List the ops of each layer, as this was decided."""
+    return calls_of(
         facts,
         resolved.pp,
         drafts=resolved.draft_tokens > 0,
@@ -54,16 +77,6 @@ def checked(resolved: Resolved, facts: ModelFacts) -> Resolved:
         draft_sends=EXCHANGES[resolved.speculative_expert_exchange].sends,
         fp8_rows=resolved.fp8_activation == "fp8_1x128",
     )
-    for name, provider in resolved.op.items():
-        layer, op = split_wish(name)
-        said, layers = f"--op {name}={provider}", calls.layers(op)
-        if layer is not None and layer >= facts.num_layers:
-            raise UserError(f"{said}: the model has layers 0..{facts.num_layers - 1}{_of_draft_layer(facts, op)}")
-        if not layers and op not in calls.beside:
-            raise UserError(f"{said}: {_WANTED.get(op, f'this model calls no {op}')}; leave it out")
-        if layer is not None and layer not in layers:
-            raise UserError(f"{said}: layer {layer} does not call {op}; {_where(op, layers, resolved.pp)}")
-    return resolved
 
 
 def _of_draft_layer(facts: ModelFacts, op: str) -> str:

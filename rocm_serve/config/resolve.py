@@ -133,7 +133,8 @@ def resolve(
     config = _with_memory(config, facts, platform, device, dtype, reasons)
     preferred, unmet = _attention(config, arch, reasons)
     activation = _fp8_activation(config, facts, arch, reasons, unmet)
-    decided: dict[str, object] = {
+    decided: dict[str, object] = {  # what may be refused without the network comes before `_where` asks for it
+        "max_model_len": _max_model_len(config, facts, reasons),
         "served_model_name": _name(config, reasons),
         **_where(config, place, environ, free_port, find_network, reasons),
         "device": device,
@@ -143,7 +144,6 @@ def resolve(
         "all_reduce": all_reduce.decide(config, device, arch, place.nnodes, reasons),
         **experts.decide(config, facts, device, activation, reasons, unmet),
         **drafting.decide(config, facts, reasons, unmet),
-        "max_model_len": _max_model_len(config, facts, reasons),
         "vocab_size": facts.vocab_size,
         "vocab_used": vocab_used,
         "eos_token_ids": facts.eos_token_ids,

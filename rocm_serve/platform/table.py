@@ -62,9 +62,21 @@ PROVIDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+# Ops whose kernel does the work of others, which layers call where its reference is bound (Op.parts).
+PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "add_norm_linear": ("add_rms_norm", "linear"),
+        "gdn_step": ("causal_conv", "gdn_decode", "gated_rms_norm"),
+        "qk_norm_rope_kv_write": ("qk_norm_rope", "kv_write"),
+        "shared_down_add": ("silu_mul", "linear", "sigmoid_mul"),
+        "shared_expert_add": ("sigmoid_mul",),
+    }
+)
+
 _GPUS = frozenset({"gfx*", "sm_*"})
 # Where Triton has instructions for e4m3: gfx942 in its own dialect, NVIDIA from sm_89 on.
-_GPUS_OF_TRITONS_FP8 = frozenset({"gfx942", "gfx950", "sm_89", "sm_90", "sm_1*"})
+_FROM_SM_100 = "sm_1*"
+_GPUS_OF_TRITONS_FP8 = frozenset({"gfx942", "gfx950", "sm_89", "sm_90", _FROM_SM_100})
 # Where a provider's code runs at all, whatever is installed there. The reference runs anywhere.
 _ARCHS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -107,7 +119,8 @@ def not_on(arch: str, archs: frozenset[str] | None) -> str | None:
     """Say why what runs on `archs` does not run on `arch`, or None where it does."""
     if archs is None or any(fnmatch(_plain(arch), _plain(known)) for known in archs):
         return None
-    return f"runs on {', '.join(sorted(archs))}, not on {arch}"
+    known = sorted(archs - {_FROM_SM_100}) + ["sm_100 and later"] * (_FROM_SM_100 in archs)
+    return f"runs on {', '.join(known)}, not on {arch}"
 
 
 def _plain(arch: str) -> str:

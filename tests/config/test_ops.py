@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rocm_serve.config.ops import check_called
 from rocm_serve.config.resolve import resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
 from rocm_serve.errors import UserError
@@ -22,10 +23,12 @@ DENSE = parse_config(
 )
 
 
-def resolved(wish: str, facts: ModelFacts = MOE, platform: Platform = LAPTOP, **wishes: object) -> Resolved:
+def resolved(
+    wish: str, facts: ModelFacts = MOE, platform: Platform = LAPTOP, *, launches: bool = True, **wishes: object
+) -> Resolved:
     name, _, provider = wish.partition("=")
     config = msgspec.convert({"model": "some/dir", "op": {name: provider}} | wishes, ServeConfig)
-    return resolve(
+    found = resolve(
         config,
         facts,
         platform,
@@ -34,6 +37,9 @@ def resolved(wish: str, facts: ModelFacts = MOE, platform: Platform = LAPTOP, **
         free_port=lambda: 4242,
         find_network=lambda member, host, environ: Network(host, host, "eth0"),
     )
+    if launches:
+        check_called(found, facts)
+    return found
 
 
 def refusal(wish: str, facts: ModelFacts = MOE, platform: Platform = LAPTOP, **wishes: object) -> str:
@@ -93,6 +99,32 @@ def test_an_op_that_nothing_calls_is_refused(op: str, facts: ModelFacts, why: st
     assert refusal(f"{form}{op}=reference", facts).startswith(why)
 
 
+@pytest.mark.parametrize("form", ["", "layers.0."])
+@pytest.mark.parametrize(
+    ("op", "facts"), [("moe_route", DENSE), ("fp8_linear", MOE), ("gdn_extend", MOE), ("quantise_rows", MOE)]
+)
+def test_where_nothing_is_launched_an_op_that_nothing_calls_may_be_asked_about(
+    op: str, facts: ModelFacts, form: str
+) -> None:
+    assert resolved(f"{form}{op}=reference", facts, launches=False).op == {f"{form}{op}": "reference"}
+
+
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        ("layers.8.gdn_extend=reference", "the model has layers 0..7"),
+        ("layers.3.gdn_chunk=reference", "layer 3 does not call gdn_chunk"),
+        ("layers.3.draw_token=reference", "it runs beside the layers"),
+        ("gdn_extend=triton", "triton runs on gfx*, sm_*, not on cpu"),
+        ("nothing=reference", "no such op"),
+    ],
+)
+def test_where_nothing_is_launched_names_layers_and_architectures_are_checked(wish: str, why: str) -> None:
+    with pytest.raises(UserError) as refused:
+        resolved(wish, launches=False)
+    assert why in str(refused.value)
+
+
 def test_what_calls_it_lets_it_through() -> None:
     assert resolved("layers.0.gdn_extend=reference", speculative="mtp").op
     assert refusal("layers.3.gdn_extend=reference", speculative="mtp").endswith("layers 0 to 2, 4 to 6")
@@ -106,9 +138,7 @@ def test_what_calls_it_lets_it_through() -> None:
 @pytest.mark.parametrize("form", ["", "layers.0."])
 def test_a_provider_that_the_device_cannot_run_is_refused_with_those_it_can(form: str) -> None:
     said = refusal(f"{form}moe_experts=triton")
-    assert said.startswith("triton runs on gfx942, gfx950, sm_1*, ") and said.endswith(
-        ", not on cpu; legal there: reference"
-    )
+    assert said == ("triton runs on gfx942, gfx950, sm_89, sm_90, sm_100 and later, not on cpu; legal there: reference")
     h200 = msgspec.structs.replace(MI300X, device="cuda", arch="sm_90")
     assert refusal(f"{form}linear=aiter", platform=h200) == (
         "aiter runs on gfx942, gfx950, not on sm_90; legal there: reference, torch, triton"

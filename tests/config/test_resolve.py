@@ -250,3 +250,19 @@ def test_notes_of_the_command_line_and_of_foreign_variables_are_kept(facts: Mode
         notes=("said before",),
     )
     assert out.notes == ("said before", "VLLM_LOGGING_LEVEL is not read here: --log-level says it")
+
+
+def test_a_length_or_cap_that_cannot_be_is_refused_before_the_network_is_asked(facts: ModelFacts) -> None:
+    place = {"pp": 2, "nnodes": 2, "node_rank": 0, "dist_init_addr": "10.0.0.1:29500"}
+    for wish, why in (({"max_model_len": 1}, "--max-model-len 1"), ({"max_total_tokens": 16}, "--max-total-tokens 16")):
+        config = msgspec.convert({"model": "some/dir"} | place | wish, ServeConfig)
+        with pytest.raises(UserError, match=why):
+            resolve(
+                config,
+                facts,
+                LAPTOP,
+                vocab_used=2010,
+                run_dir="run",
+                free_port=lambda: 4242,
+                find_network=lambda member, host, environ: pytest.fail("the network was asked"),
+            )

@@ -76,6 +76,15 @@ def test_a_reference_that_runs_because_a_probe_refused_the_kernel_is_called_slow
 
 
 @pytest.mark.usefixtures("no_gpu")
+def test_a_wish_for_an_op_that_the_model_does_not_call_is_told_not_refused(checkpoints: dict[str, Path]) -> None:
+    wishes = {"gdn_extend": "triton", "layers.0.quantise_rows": "reference"}
+    made = report(ServeConfig(model=str(checkpoints["vl-fp8"]), op=wishes), "h200")
+    assert of(made, "gdn_extend").provider == "triton"
+    for name in wishes:
+        assert of(made, name).probe == "needs none: this model does not call it"
+
+
+@pytest.mark.usefixtures("no_gpu")
 def test_shapes_are_those_of_one_rank(checkpoints: dict[str, Path]) -> None:
     one, two = (report(ServeConfig(model=str(checkpoints["vl-fp8"]), tp=tp), "mi300x") for tp in (1, 2))
     shapes = [{s.shape for s in of(made, "fp8_linear").shapes} for made in (one, two)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -100,6 +101,14 @@ def test_the_command_takes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         assert CliRunner().invoke(app, f"{given} {card}".split()).exit_code == 0
         assert seen[-1].arch == "gfx950"
     assert (seen[0].rows, seen[0].only, seen[0].op) == ((4, 8), ("experts",), {"linear": "reference"})
+
+
+@pytest.mark.parametrize("wish", ["quantise_rows=reference", "gdn_extend=triton", "fp8_linear=reference"])
+def test_a_wish_may_name_an_op_that_the_plain_launch_does_not_call(wish: str) -> None:
+    pytest.importorskip("triton")
+    op, _, provider = wish.partition("=")
+    plain = replace(model_of(None, "tiny"), quantization=None)
+    assert wish_of(facts_on(plain, "sm_90", 1, {op: provider}), {op: provider}, 0).providers[op] == provider
 
 
 @pytest.mark.parametrize(

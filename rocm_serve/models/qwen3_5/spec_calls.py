@@ -35,6 +35,10 @@ class Calls:
         """Return the layers that call `op`."""
         return tuple(i for i, ops in enumerate(self.by_layer) if op in ops)
 
+    def anywhere(self, op: str) -> bool:
+        """Whether anything calls `op`."""
+        return op in self.beside or any(op in ops for ops in self.by_layer)
+
 
 def calls_of(facts: ModelFacts, pp: int, *, drafts: bool, sends: bool, draft_sends: bool, fp8_rows: bool) -> Calls:
     """List the ops of a launch of `pp` stages.
