@@ -9,7 +9,7 @@ AUTO_MOST = 256  # beyond it a step takes so long that launching its kernels one
 PROMPT_ROWS = 2048  # most of prompts in a step of fixed size; with more, computing hides the launches
 PROMPT_DECODES = 64  # decoding requests beside them
 # Beside more, up to so many, prompts are a step of their own. Beyond, launches are the smaller part in layers of the
-# 2.4T, and weights that are read twice cost more (docs/decisions/0020).
+# 2.4T, and weights that are read twice cost more (docs/decisions/0020). Steps with drafts have no size beyond.
 PARTS_DECODES = 128
 PROMPTS = 16  # most of them in such a step; room for 64 costs all such steps some time (docs/decisions/0018)
 _LEAST_ROWS = 64

@@ -43,12 +43,11 @@ class Holdings:
         self.by_id[request.request_id] = self.by_rid[request.rid] = request
         self.waiting.append(request)
 
-    def admit(self) -> Request:
+    def admit(self) -> None:
         """Give the head of the queue a slot. The caller has asked for a free one before."""
         request = self.waiting.popleft()
         (request.slot,) = self.slots.take(1)
         self.running[request.rid] = request
-        return request
 
     def preempt(self, victim: Request) -> None:
         """Take from it all that it holds; it is the next to be admitted again, and computed from position 0."""

@@ -67,10 +67,7 @@ class Planner:
         self._next_seq = 0
 
     def plan(self, drafting: bool = True) -> Plan | None:
-        """Make the next plan, or None: `depth` plans are in flight, or nothing can be computed before a result.
-
-        Without `drafting` it verifies no drafts and asks for none.
-        """
+        """Make the next plan and put it in flight, or None: as `Scheduler.schedule` says."""
         hosted = any(record.hosted for record in self._held.in_flight)
         if len(self._held.in_flight) >= (self.stages if hosted else self.depth):
             return None

@@ -25,8 +25,8 @@ from rocm_serve.parallel.mesh import Coord
 # for ring and tree, and for a send or receive with its proxies. Seen on two H200s with one communicator a rank, driver
 # and all: 1.4 to 1.6 GiB; these constants say 1.75.
 # All of it is a channel's and is there for the first message, however short: an edge for tokens of 8 bytes is counted
-# like one for hidden rows. NCCL 2.28 was seen to take 512 MiB for sends and receives of a communicator that has no peer
-# (NVIDIA/nccl issue 2363). Groups of fewer channels (max_ctas) would take less; not tried.
+# like one for hidden rows. NCCL 2.28 is reported to take 512 MiB for sends and receives of a communicator that has no
+# peer (NVIDIA/nccl issue 2363). Groups of fewer channels (max_ctas) would take less; not tried.
 CHANNELS = 32
 CONNECTIONS = 4
 CONNECTION_BYTES = 6 << 20

@@ -142,13 +142,14 @@ def inputs_bytes(facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
     ahead = resolved.draft_tokens
     decodes = min(resolved.graph_max_batch or graphs.AUTO_MOST, resolved.max_running_requests)
     verified = verified_sizes(decodes, ahead)[-1] * (1 + ahead) if ahead else 0
-    rows, beside, sequences = step_rows.prompt_rows(resolved), step_rows.prompt_counts(resolved)[-1], 0
-    if rows:
-        rows, sequences = rows + beside, step_rows.prompt_sequences(resolved) + beside
+    prompts, with_prompts, sequences = step_rows.prompt_rows(resolved), 0, 0
+    if prompts:
+        beside = step_rows.prompt_counts(resolved)[-1]
+        with_prompts, sequences = prompts + beside, step_rows.prompt_sequences(resolved) + beside
     pages = 4 * -(-resolved.max_model_len // resolved.page_size)
     row = _ROW_INPUTS + (0 if coord.first_stage else facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype])
     newest = 8 * (resolved.max_running_requests + 1)
-    return newest + (2 * decodes + sequences) * pages + (max(decodes, verified) + rows) * row
+    return newest + (2 * decodes + sequences) * pages + (max(decodes, verified) + with_prompts) * row
 
 
 def counted_before_binding(resolved: Resolved) -> bool:

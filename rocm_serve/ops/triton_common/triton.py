@@ -124,7 +124,8 @@ def dot_dtype(rows: torch.Tensor, weight: torch.Tensor, arch: str, *, quantised:
 
     float32 rows ask for float32 sums. bf16 holds every e4m3 value, so an FP8 weight loses nothing beside bf16 rows.
     FP8 matrix instructions are used on gfx, taken to sum in float32. sm_90's keep 12 to 13 bits of a sum
-    (docs/numerics.md), so bf16 is used there; evals/fp8_on_gpu.py measures what that is worth.
+    (docs/numerics.md), so bf16 is used there, but where an op has tiles for FP8 (fp8_linear, moe_experts);
+    evals/fp8_on_gpu.py measures what that is worth.
     """
     if rows.dtype == torch.float32:
         return tl.float32
