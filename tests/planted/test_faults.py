@@ -5,14 +5,24 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import rocm_serve.checkpoint.load as loader
 from evals.planted import detectors
 from evals.planted.__main__ import main, table
 from evals.planted.faults import FAULTS
+from rocm_serve.config.schema import Resolved
 from rocm_serve.diagnostics.gate.reference import read_reference
+from rocm_serve.diagnostics.parity import flow
+from rocm_serve.diagnostics.parity.drive import Driver
+from rocm_serve.executor.taps import load_tapped_stage
+from rocm_serve.ops.sampling import rng
+from tests.executor import sampler_model, simulated
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "evals" / "tiny" / "checkpoint"
@@ -65,9 +75,32 @@ def test_the_ledger_refuses_files_that_lack_the_tensors(name: str, tmp_path: Pat
 
 @pytest.mark.multirank
 def test_parity_names_layer_and_op(tmp_path: Path) -> None:
-    """Of a fault in loaded weights; one of code that needs two ranks is below, and `make planted` runs them all."""
+    """Of a fault in loaded weights; two that need two ranks are below, and `make planted` runs them all."""
     fault = FAULTS["top-k-not-renormalised"]
     found = detectors.parity(fault, MODEL, tmp_path, b="hf", lengths=SHORT)
+    assert not found.agree and found.divergence is not None
+    assert detectors.named(fault, found), f"expected {fault.site}: {found.divergence.how}: {found.divergence.first}"
+
+
+def test_parity_names_a_weight_that_is_cut_wrongly_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of both sides are threads with the product's loader and taps; processes are those of its neighbours."""
+    fault = FAULTS["qkv-contiguous"]
+
+    @contextmanager
+    def started(wish: Resolved, *_: Any, worker: str) -> Iterator[Driver]:
+        with monkeypatch.context() as patch:
+            patch.setattr(simulated, "load_stage_model", load_tapped_stage)
+            patch.setattr(loader, "copies", loader.copies)  # to be as it was afterwards
+            if worker == detectors.WORKER:
+                fault.before()
+            executor = simulated.SimulatedExecutor(wish)
+            try:
+                yield Driver(executor, executor.start())
+            finally:
+                executor.shutdown()
+
+    monkeypatch.setattr(flow, "started", started)
+    found = detectors.parity(fault, MODEL, tmp_path, b="tp=1,dtype=float32", lengths=SHORT)
     assert not found.agree and found.divergence is not None
     assert detectors.named(fault, found), f"expected {fault.site}: {found.divergence.how}: {found.divergence.first}"
 
@@ -94,6 +127,27 @@ def test_seeded_requests_among_others_tell_a_sampler_that_ignores_the_seed(monke
     monkeypatch.setattr(detectors, "NEIGHBOURS", (7,))
     with detectors.served(FAULTS["seed-ignored"], MODEL, detectors.flags_of({"tp": 1})) as url:
         assert detectors.seeded(url)
+
+
+@pytest.mark.parametrize("count", [1, 31])
+def test_a_sampler_that_ignores_the_seed_is_told_among_one_other_and_among_31(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve draws each, in this process: with the fault, what a request draws hangs on those before it."""
+
+    def drawn(others: int) -> list[int]:
+        logits_RV = sampler_model.normal(1).expand(others + 1, -1)
+        place, found = (others + 1) // 2, []
+        for position in range(12):
+            rows = [sampler_model.row(position, seed=100 + i) for i in range(others)]
+            rows.insert(place, sampler_model.row(position, seed=7))
+            found.append(sampler_model.sample(logits_RV, rows)[place].token)
+        return found
+
+    assert drawn(count) == drawn(0)
+    monkeypatch.setattr(rng, "row_keys", rng.row_keys)  # to be as it was afterwards
+    FAULTS["seed-ignored"].before()
+    assert drawn(count) != drawn(0)
 
 
 @pytest.mark.parametrize(("lost", "outcome", "asked"), [(32, "fail", 32), (0, "pass", 200), (12, "fail", 200)])
