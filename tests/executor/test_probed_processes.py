@@ -1,4 +1,7 @@
-"""Two stages of two worker processes agree on providers over their store: one probes, all bind the same."""
+"""Two stages of two worker processes agree on providers over their store: one probes, all bind the same.
+
+That nobody probes where all are bound to the reference is in test_processes.py.
+"""
 
 from __future__ import annotations
 

@@ -22,8 +22,16 @@ pytestmark = pytest.mark.multirank
 def two_by_two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     run_dir = tmp_path_factory.mktemp("w")
     address = f"127.0.0.1:{free_port()}"
-    wish = resolved(model=str(checkpoint), tp=2, pp=2, run_dir=str(run_dir), dist_init_addr=address)
-    with world(wish, run_dir) as running:
+    wish = resolved(
+        model=str(checkpoint),
+        tp=2,
+        pp=2,
+        op={"layers.3.rms_norm": "reference", "rms_norm": "reference"},
+        run_dir=str(run_dir),
+        dist_init_addr=address,
+    )
+    variables = {"XDG_CACHE_HOME": str(run_dir / "cache")}
+    with world(wish, run_dir, worker="tests.executor.probed_worker", variables=variables) as running:
         yield running
 
 
@@ -42,6 +50,15 @@ def test_the_log_of_each_rank_says_what_it_did(two_by_two: World) -> None:
         log = two_by_two.log(rank)
         for words in ("joining the other ranks", "loading", "GB/s", "left for caches", "warming up", "serving"):
             assert words in log, f"rank {rank} does not say {words!r}"
+
+
+def test_ranks_bound_to_the_reference_probe_nothing(two_by_two: World) -> None:
+    """Though their table has others: those of test_probed_processes.py, which one rank probes for all."""
+    for rank in range(4):
+        log = two_by_two.log(rank)
+        assert "probe of" not in log and "op rms_norm: good" not in log, f"rank {rank}"
+    assert " by reference" in two_by_two.log(0)
+    assert not (two_by_two.run_dir / "cache").exists(), "no verdict is kept"
 
 
 def test_a_killed_worker_is_named_and_the_others_leave(two_by_two: World, mixed_requests: Requests) -> None:
