@@ -51,7 +51,9 @@ def test_answers_are_those_without_drafts_and_metrics_count_them(tmp_path: Path)
         "torch",
     ]
     flags += ["--max-model-len", "512"]
-    with Server(TRAINED, tmp_path / "plain", flags) as server:  # stages change no bit: test_topologies.py
+    with Server(
+        TRAINED, tmp_path / "plain", flags
+    ) as server:  # at TP 2 a second stage changes no bit: test_topologies.py
         plain = answers(server)
         assert "rocm_serve_draft_tokens_total" not in server.metrics()
     with Server(
