@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rocm_serve.checkpoint.synthetic import make_checkpoint
 from rocm_serve.trace import StageTrace, read_trace
 from tests.e2e.harness import Server
 from tests.e2e.two_nodes import completion
+from tests.made import small_checkpoint
+from tests.two_hosts.failures import NO_PREFLIGHT
 from tests.two_hosts.namespaces import TwoHosts
 from tests.two_hosts.nodes import PP2, SMALL, TP2_PP2, serving
+from tests.two_hosts.slow_worker import LAYER_S, WORKER
 
 pytestmark = pytest.mark.multirank
 
@@ -55,13 +59,20 @@ def test_two_hosts_give_the_bits_of_one_and_an_idle_server_outlives_its_deadline
 def test_a_step_longer_than_the_deadline_is_no_death_as_long_as_its_layers_move(
     tmp_path: Path, hosts: TwoHosts
 ) -> None:
-    model = make_checkpoint(tmp_path / "deep", "text-bf16", "none", seed=11, layers=32)
+    """Every layer of a prompt takes a second, on any machine: see slow_worker.py. Each of two stages has four."""
+    model = small_checkpoint(tmp_path / "deep", "text-bf16", "bf16", seed=11, layers=8)
+    slow = tmp_path / "bin" / "rocm-serve"
+    slow.parent.mkdir()
+    slow.write_text(f'#!/bin/sh\nexec {sys.executable} -m {WORKER} "$@"\n')
+    slow.chmod(0o755)
+    path = os.pathsep.join([str(slow.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = dict.fromkeys((0, 1), {"PATH": path, **NO_PREFLIGHT[0]})
     flags = [*PP2, "--watchdog-timeout", str(DEADLINE_S), "--trace", str(tmp_path / "trace")]
-    with serving(model, tmp_path / "two", flags, hosts) as nodes:
+    with serving(model, tmp_path / "two", flags, hosts, env) as nodes:
         with nodes.client() as client:
-            answer = completion(client, [5] * 1024, max_tokens=2)
+            answer = completion(client, [5, 6, 7], max_tokens=2)
         assert "error" not in answer, answer
         nodes.signal("node-0", signal.SIGTERM)
         assert nodes.end(30) == (0, 0)
     steps = read_trace(tmp_path / "trace" / "rank-0.jsonl", StageTrace)
-    assert max(step.ended_ns - step.started_ns for step in steps) > DEADLINE_S * 1e9, "too short to prove anything"
+    assert max(step.ended_ns - step.started_ns for step in steps) >= 4 * LAYER_S * 1e9 > DEADLINE_S * 1e9
