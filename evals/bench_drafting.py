@@ -34,6 +34,7 @@ from evals.smoke import served
 from evals.tiny.documents import few_shot_prompt
 from evals.tiny.generator import pool
 from rocm_serve.diagnostics.gate.server import parse_metrics
+from rocm_serve.outputs import write_file
 from rocm_serve.platform.probe import gpus_seen_by_torch
 
 SHOTS = 5
@@ -244,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "turns": [{name: value for name, value in asdict(one).items() if name != "texts"} for one in turns],
             "net_speed_by_the_servers": own,
         }
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_file("--json", args.json, json.dumps(figures, indent=1).encode() + b"\n")
     return 0
 
 

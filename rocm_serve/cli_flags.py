@@ -58,7 +58,7 @@ HELP: Mapping[str, str] = MappingProxyType(
         "reasoning_parser": "Tells reasoning from answer in a chat.",
         "tool_call_parser": "Finds the tool calls in a chat answer.",
         "log_level": "How much is logged.",
-        "trace": "Folder for a line per step of the engine core and of each rank.",
+        "trace": "Folder for a line per step of the engine core, and of each rank that is a process of its own.",
     }
 )
 _KINDS: tuple[type, ...] = (bool, int, float)  # what is none of them is text on a command line

@@ -1,4 +1,4 @@
-"""Whether a file can be written where somebody wants it: asked before long work, not found out after it. A leaf."""
+"""Files that somebody wants: asked before long work whether they can be written, and written whole. A leaf."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ def check_folder(flag: str, path: Path) -> None:
     except OSError as error:
         raise UserError(f"{flag} {path}: {error.strerror or error}") from None
     _try(flag, path, path)
+
+
+def write_file(flag: str, path: Path, content: bytes) -> None:
+    """Write a file whole: what was there stays until all of the new one is on the disk. Errors: UserError."""
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        if path.exists() and not path.is_file():  # a device or a pipe takes bytes and cannot be replaced
+            path.write_bytes(content)
+            return
+        try:
+            beside.write_bytes(content)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror or error}") from None
 
 
 def _try(flag: str, path: Path, folder: Path) -> None:

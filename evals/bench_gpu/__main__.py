@@ -28,7 +28,7 @@ from evals.bench_gpu.shown import show
 from evals.program import at_least, seconds
 from rocm_serve.config.load import parse_ops
 from rocm_serve.errors import UserError
-from rocm_serve.outputs import check_file
+from rocm_serve.outputs import check_file, write_file
 from rocm_serve.tuning.shapes import SHAPES
 
 _PARTS = {"decode": (decode, step_level.TIMED_STEPS), "prefill": (prefill, prefill_level.TIMED_STEPS)}
@@ -97,22 +97,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         if device.type == "cpu" and not arguments.cpu:
             raise UserError("torch sees no GPU on this machine, so nothing was run; --cpu tries the program itself")
         stage.check_ops(arguments.shape, arguments.op)
+        stage.check_length(arguments.shape, *part.longest(arguments))
+        check_only(arguments.only, part.ops(arguments))
         run = Measuring(arguments, _command(argv or sys.argv[1:]), device)
         print(f"{run.run.machine['gpu']}, seed {arguments.seed}, ceilings {run.run.measured_ceilings}", flush=True)
         todo = list(product(arguments.levels, arguments.shape))
         for i, (level, name) in enumerate(todo):
             run.share(len(todo) - i)
             (part.ops_of_shape if level == "ops" else part.steps_of_shape)(run, name)
+        for name, lines in run.run.bound.items():
+            print(f"{name}: {'; '.join(lines)}")
+        print("\n".join(table(run.run)))
+        run.run.write(arguments.json)
+        if arguments.plot is not None and (run.run.steps or run.run.prefills):
+            write_file("--plot", arguments.plot, _drawn(run.run).encode())
     except UserError as error:
         print(f"bench_gpu: {error}", file=sys.stderr)
         return 2
-    run.run.write(arguments.json)
-    for name, lines in run.run.bound.items():
-        print(f"{name}: {'; '.join(lines)}")
-    print("\n".join(table(run.run)))
-    if arguments.plot is not None and (run.run.steps or run.run.prefills):
-        arguments.plot.write_text(_drawn(run.run))
     return int(bool(run.run.failures) or not all(one.right for one in run.run.ops))
+
+
+def check_only(wished: Sequence[str] | None, points: Sequence[op_level.Make]) -> None:
+    """Refuse a name of --only that no case has. Errors: UserError."""
+    names = sorted({one.func.__name__ for one in points})
+    for wish in wished or ():
+        if wish not in names:
+            raise UserError(f"--only {wish}: no such case; legal: {', '.join(names)}")
 
 
 def _command(argv: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from itertools import product
 
@@ -20,13 +21,28 @@ BATCHES = (1, 8, 16, 64, 256)
 CONTEXTS = (1024, 8192, 32768)
 _FIRST_CONTEXT = {"q35tp1": 1024, "q38tp8": 8192}  # where vLLM was measured, and aims are
 _STEP_SLOTS = 8  # more than the largest batch
+_MARGIN_OF_OPS = 64  # positions behind the longest context
+
+
+def longest(a: argparse.Namespace) -> tuple[int, str]:
+    """Return the tokens of the longest sequence, and the flags that say so."""
+    return max(a.ctx) + max(_MARGIN_OF_OPS, _margin(a) if "step" in a.levels else 0), "--ctx"
+
+
+def ops(a: argparse.Namespace) -> list[op_level.Make]:
+    """List what makes the cases of ops."""
+    return list(op_level.op_points(a.batch, a.ctx, a.many))
+
+
+def _margin(a: argparse.Namespace) -> int:
+    return step_level.WARM_UP_STEPS + int(a.steps) + 32
 
 
 def ops_of_shape(run: Measuring, name: str) -> None:
     """Measure the ops of one shape."""
     a = run.arguments
-    rank = stage.rank_of(name, running=max(a.batch), longest=max(a.ctx) + 64, op=a.op)
-    measuring.ops_of_shape(run, name, list(op_level.op_points(a.batch, a.ctx, a.many)), rank)
+    rank = stage.rank_of(name, running=max(a.batch), longest=max(a.ctx) + _MARGIN_OF_OPS, op=a.op)
+    measuring.ops_of_shape(run, name, ops(a), rank)
 
 
 def _points_of_steps(batches: Sequence[int]) -> list[Point]:
@@ -42,9 +58,9 @@ def steps_of_shape(run: Measuring, name: str) -> None:
     wished = list(step_level.points(a.batch, a.ctx, _FIRST_CONTEXT.get(name, min(a.ctx))))
     if not run.reached(f"{name}: all steps"):
         return
-    margin = step_level.WARM_UP_STEPS + a.steps + 32
-    longest = max(context for _, context in wished) + margin
-    rank = stage.rank_of(name, running=max(a.batch), longest=longest, op=a.op)
+    margin = _margin(a)
+    most = max(context for _, context in wished) + margin
+    rank = stage.rank_of(name, running=max(a.batch), longest=most, op=a.op)
     run.run.bound[name] = list(binding_lines(rank.ops.report))
     compile_points(run, rank, _points_of_steps(a.batch))
     loaded = stage.load(rank, a.seed)

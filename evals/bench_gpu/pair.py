@@ -32,6 +32,7 @@ from evals.bench_gpu.pair_run import Measuring
 from evals.bench_gpu.shown import show
 from rocm_serve.config.load import parse_ops
 from rocm_serve.errors import UserError
+from rocm_serve.outputs import write_file
 from rocm_serve.tuning.shapes import config_of
 
 BATCHES = (16, 64, 1, 256)
@@ -82,13 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = Measuring(arguments, _command(argv or sys.argv[1:]), device)
         print(f"{run.run.machine['gpu']}, seed {arguments.seed}, ceilings {run.run.measured_ceilings}", flush=True)
         _measure(run)
+        print("\n".join(table(run.run)))
+        run.run.write(arguments.json)
+        if arguments.plot is not None:
+            write_file("--plot", arguments.plot, _picture(run.run).encode())
     except UserError as error:
         print(f"pair: {error}", file=sys.stderr)
         return 2
-    run.run.write(arguments.json)
-    print("\n".join(table(run.run)))
-    if arguments.plot is not None:
-        arguments.plot.write_text(_picture(run.run))
     return int(bool(run.run.failures))
 
 

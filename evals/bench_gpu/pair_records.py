@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from evals.bench_gpu.records import Failure
+from rocm_serve.outputs import write_file
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
@@ -110,9 +111,9 @@ class PairRun(msgspec.Struct, kw_only=True):
     left_out: list[str] = []
 
     def write(self, path: Path | None) -> None:
+        """Write the run to the file of --json, if there is one. Errors: UserError."""
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+            write_file("--json", path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
     @property
     def link_bytes_s(self) -> float:

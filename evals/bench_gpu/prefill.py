@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -41,17 +42,31 @@ def shapes_of(rows: Sequence[int], kinds: Sequence[str], *, most: int = 1 << 30)
     return [one for kind in kinds for one in listed[kind]]
 
 
+def longest(a: argparse.Namespace) -> tuple[int, str]:
+    """Return the tokens of the longest sequence, and the flags that say so."""
+    steps = shapes_of(a.rows, a.kinds, most=a.most) if "step" in a.levels else []
+    return _longest([*steps, Mixed(max(a.rows))] if "ops" in a.levels else steps), "--rows, --kinds and --most"
+
+
+def ops(a: argparse.Namespace) -> list[op_level.Make]:
+    """List what makes the cases of ops."""
+    return list(op_level.prompt_points(a.rows, a.most))
+
+
+def _longest(shapes: Sequence[Mixed]) -> int:
+    return max(max(one.context + one.rows, one.decode_context) for one in shapes) + _MARGIN
+
+
 def _rank(run: Measuring, name: str, shapes: Sequence[Mixed]) -> stage.Rank:
-    longest = max(max(one.context + one.rows, one.decode_context) for one in shapes)
     running = max(one.prompts + one.decodes for one in shapes)
-    return stage.rank_of(name, running=running, longest=longest + _MARGIN, op=run.arguments.op)
+    return stage.rank_of(name, running=running, longest=_longest(shapes), op=run.arguments.op)
 
 
 def ops_of_shape(run: Measuring, name: str) -> None:
     """Measure the ops of one shape."""
     a = run.arguments
     rank = _rank(run, name, [Mixed(max(a.rows))])
-    measuring.ops_of_shape(run, name, list(op_level.prompt_points(a.rows, a.most)), rank)
+    measuring.ops_of_shape(run, name, ops(a), rank)
 
 
 def _points_of_steps(shapes: Sequence[Mixed]) -> Iterator[Point]:

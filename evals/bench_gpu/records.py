@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from evals.bench_gpu.prefill_records import PrefillRecord, prefill_line, prefill_markdown
+from rocm_serve.outputs import write_file
 
 # vLLM 0.26.0 on one H200, 2026-11-29, the same shapes and FP8 scheme, random weights, CUDA graphs: whole engine step
 # from outside, median of 32, ms. Not of the same run as ours.
@@ -88,9 +89,9 @@ class Run(msgspec.Struct, kw_only=True):
     left_out: list[str] = []  # points that the budget did not reach
 
     def write(self, path: Path | None) -> None:
+        """Write the run to the file of --json, if there is one. Errors: UserError."""
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+            write_file("--json", path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
 
 def op_line(one: OpRecord) -> str:

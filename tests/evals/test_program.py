@@ -27,6 +27,18 @@ PLAIN = f"--model {MODEL} --reference {REFERENCE} --out {{made}}"
         (bench_gpu, "decode --cpu --steps 0", "--steps: 0: legal: 1 or more"),
         (bench_gpu, "decode --cpu --budget-s nan", "--budget-s: nan: legal: 0 or more seconds"),
         (bench_gpu, "decode --cpu --json {folder}", "--json {folder}: Is a directory"),
+        (
+            bench_gpu,
+            "decode --cpu --shape tiny --ctx 99999",
+            "--ctx ask for 100077 tokens of a sequence; legal with tiny: 16384",
+        ),
+        (bench_gpu, "prefill --cpu --shape tiny", "--rows, --kinds and --most ask for 32832 tokens of a sequence"),
+        (
+            bench_gpu,
+            "decode --cpu --shape tiny --ctx 16 --only nothing",
+            "--only nothing: no such case; legal: attention",
+        ),
+        (bench_gpu, "plot --json {results} --plot /dev/full", "--plot /dev/full: No space left on device"),
         (bench_gpu, "table --json {junk}", "--json {junk}: JSON is malformed"),
         (bench_gpu, "plot --json {results} --plot {absent}/x.svg", "{absent}: No such file"),
         (bench_host, "--model {absent}", "{absent} has no config.json"),
