@@ -14,6 +14,7 @@ from evals.bench_host.machine import cpu_seconds
 from evals.bench_host.serve import WORKER, bench_config, prepare_bench
 from rocm_serve.compose import run_directory
 from rocm_serve.engine.link import VERSION_FRAME, endpoint
+from rocm_serve.errors import UserError
 from rocm_serve.messages import AddRequest, CoreReady, CoreStopped, Drain, FromCore, Outputs, ToCore
 from rocm_serve.supervisor import Supervisor
 from rocm_serve.types import SamplingParams
@@ -92,6 +93,8 @@ def measure_steps(model: str, running: int, steps: int) -> StepPoint:
             driver.close()
     full = [at for at, count in seen if count == running][WARM_STEPS:]
     took = sorted((after - before) * 1e3 for before, after in zip(full, full[1:], strict=False))
+    if not took:
+        raise UserError(f"--steps {steps}: the first of {running} requests had ended before all of them ran; take more")
     return StepPoint(
         running=running,
         steps=len(took),
