@@ -25,7 +25,7 @@ def check_folder(flag: str, path: Path) -> None:
 
 
 def write_file(flag: str, path: Path, content: bytes) -> None:
-    """Write a file whole: what was there stays until all of the new one is on the disk. Errors: UserError."""
+    """Write a file whole: what was there stays until all of the new one is written. Errors: UserError."""
     beside = path.with_name(f".{path.name}.part")
     try:
         if path.exists() and not path.is_file():  # a device or a pipe takes bytes and cannot be replaced

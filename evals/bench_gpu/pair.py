@@ -32,7 +32,7 @@ from evals.bench_gpu.pair_run import Measuring
 from evals.bench_gpu.shown import show
 from rocm_serve.config.load import parse_ops
 from rocm_serve.errors import UserError
-from rocm_serve.outputs import write_file
+from rocm_serve.outputs import check_file, write_file
 from rocm_serve.tuning.shapes import config_of
 
 BATCHES = (16, 64, 1, 256)
@@ -76,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.part != "run":
         return show("pair", arguments.part, arguments.json, arguments.plot, PairRun, _picture, markdown)
     try:
+        for flag, file in (("--json", arguments.json), ("--plot", arguments.plot)):
+            if file is not None:
+                check_file(flag, file)
         arguments.op = parse_ops(arguments.op)
         device = torch.device("cpu") if arguments.device == "cpu" else stage.device_here()
         if arguments.device == "auto" and (device.type == "cpu" or torch.cuda.device_count() < RANKS):

@@ -62,7 +62,7 @@ class DeviceGraphs:
         self._longest = max_model_len - 1
         self._wants_side = beside
         self._pool: tuple[int, int] | None = None
-        self._stream: torch.cuda.Stream | None = None  # one for all: BLAS keeps a workspace for each
+        self._stream: torch.cuda.Stream | None = None  # one for all, and one beside: BLAS keeps a workspace for each
         self._side: torch.cuda.Stream | None = None
 
     def host_copies(self, contexts_B: torch.Tensor, slots_B: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

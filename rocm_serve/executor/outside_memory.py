@@ -33,6 +33,7 @@ CONNECTION_BYTES = 6 << 20
 RUNTIME_BYTES = 1 << 30  # driver context, loaded code objects and BLAS workspaces, there before the first weight
 GRAPH_NODE_BYTES = 4096
 GRAPH_NODES_OF_LAYER = 24
+SIDE_BYTES = 32 << 20  # the second stream's workspace of BLAS, where steps are recorded with one (cuBLAS's for sm_90)
 
 
 def communicator_bytes(coord: Coord, resolved: Resolved) -> int:
@@ -83,4 +84,5 @@ def graph_bytes(
         one = msgspec.structs.replace(resolved, chunked_prefill_size=longest, max_running_requests=beside)
         largest_step = max(largest_step, work_bytes(params, facts, coord, one, counted=counted, captured=True))
     held = sum(rows) * left + sum(prompts) * facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype]
-    return largest_step + held + (len(rows) + len(prompts)) * nodes * GRAPH_NODE_BYTES
+    side = SIDE_BYTES if graphs.shared_beside(resolved.device) else 0
+    return largest_step + held + side + (len(rows) + len(prompts)) * nodes * GRAPH_NODE_BYTES

@@ -27,7 +27,7 @@ from rocm_serve.parallel.expert_map import ExpertMap, ExpertPlan
 
 Shared = Callable[[], torch.Tensor]  # computes what the shared expert makes of a rank's own rows
 _ALIGNED = 16  # numbers between whose multiples rows of a product begin: pieces of them are read 16 bytes at once
-MOST_BESIDE = 256  # rows whose shared expert leaves a GPU room for the routed ones: those of decode steps
+MOST_BESIDE = 64  # rows whose shared expert is worth a fork: of 256 rows a step took as long as without (H200)
 End = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from what routed experts made of a rank's rows, and these
 
 
