@@ -25,9 +25,7 @@ _BUSY = 96  # programs that keep it busy, as an H200 said (docs/performance.md)
 
 def fp8_linear_tile(shape: Shape, arch: str) -> Tile:
     """Choose by rows and columns: FP8 rows and weights of whole blocks where a copy engine reads both, else by rows."""
-    if (
-        _for_many(shape) and arch in _ENGINES
-    ):  # any number of rows: an H200 gave a row the same bits in all that were tried
+    if _for_many(shape) and arch in _ENGINES:  # for any number of rows: bits of a row were the same (docs/numerics.md)
         return _by_engine(shape)
     return _for_all(shape, arch)
 
