@@ -12,6 +12,7 @@ from rocm_serve.cache.layout import StageLayout
 from rocm_serve.ops.batch import StageCache
 from rocm_serve.ops.fp8 import FP8_DTYPES
 
+_ALIGN = 512  # bytes, as torch's own allocator for a GPU
 KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
@@ -37,40 +38,62 @@ def allocate_stage_cache(
     def pages() -> torch.Tensor:
         return _zeros((num_pages, *layout.page_shape), kv_dtype, device)
 
-    def slots(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return _zeros((num_slots + 1, *shape), dtype, device)
-
     pending_u, pending_ba = layout.pending_shapes
     drafting = layout.gdn_layers if layout.draft_tokens else ()
+    kinds = (
+        (layout.gdn_layers, layout.conv_shape, conv_dtype),
+        (layout.gdn_layers, layout.ssm_shape, torch.float32),
+        (drafting, pending_u, conv_dtype),
+        (drafting, pending_ba, conv_dtype),
+    )
+    made = [_slots(layers, (num_slots + 1, *shape), dtype, device) for layers, shape, dtype in kinds]
+    conv, ssm, u, ba = (of_layer for of_layer, _ in made)
     return StageCache(
         page_size=layout.page_size,
         k_pages={i: pages() for i in layout.kv_layers},
         v_pages={i: pages() for i in layout.kv_layers},
-        conv={i: slots(layout.conv_shape, conv_dtype) for i in layout.gdn_layers},
-        ssm={i: slots(layout.ssm_shape, torch.float32) for i in layout.gdn_layers},
-        pending_u={i: slots(pending_u, conv_dtype) for i in drafting},
-        pending_ba={i: slots(pending_ba, conv_dtype) for i in drafting},
+        conv=conv,
+        ssm=ssm,
+        pending_u=u,
+        pending_ba=ba,
         draft_tokens=layout.draft_tokens,
+        by_slot=tuple(words for of_layer, words in made if of_layer),
     )
 
 
 def clear_slots(cache: StageCache, slots: Sequence[int] | torch.Tensor) -> None:
-    """Zero what these slots hold: they are about to belong to another request. One launch a state on a GPU.
+    """Zero what these slots hold: they are about to belong to another request. One launch a kind of state on a GPU.
 
     Where numbers are given that are not on the device yet (int64), it is waited for.
     """
     if not len(slots) or not cache.ssm:
         return
-    picked = torch.as_tensor(slots).to(next(iter(cache.ssm.values())).device)
-    for states in (cache.conv, cache.ssm, cache.pending_u, cache.pending_ba):
-        for state in states.values():
-            state.index_fill_(0, picked, 0)
+    assert cache.by_slot, "states that were not allocated here"
+    picked = torch.as_tensor(slots).to(cache.by_slot[0].device)
+    for words in cache.by_slot:
+        words.index_fill_(1, picked, 0)
 
 
 def cache_bytes(cache: StageCache) -> int:
     """Bytes of all tensors of the cache."""
     groups = (cache.k_pages, cache.v_pages, cache.conv, cache.ssm, cache.pending_u, cache.pending_ba)
     return sum(x.numel() * x.element_size() for group in groups for x in group.values())
+
+
+def _slots(
+    layers: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """Return zeros of `shape`, slots first, for each layer, and all of them as words by layer and slot.
+
+    Each layer's begin where memory of their own would: kernels are compiled for pointers to whole 16 bytes.
+    """
+    slots, nbytes = shape[0], prod(shape) * dtype.itemsize
+    if not layers:
+        return {}, torch.empty((0, slots, 0), device=device)
+    held = _zeros((len(layers), nbytes + -nbytes % _ALIGN), torch.uint8, device)
+    of_layer = {i: own[:nbytes].view(dtype).view(shape) for i, own in zip(layers, held, strict=True)}
+    word = torch.int64 if nbytes // slots % torch.int64.itemsize == 0 else torch.uint8
+    return of_layer, held[:, :nbytes].view(word).unflatten(1, (slots, -1))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

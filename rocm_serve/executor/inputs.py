@@ -5,8 +5,9 @@ Every stage keeps the same table from the same plans. Letters: T padded rows, N 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.ops.replay import replay_of
 from rocm_serve.types import SamplingParams
 
+_Send = Callable[["HostRows"], ForwardBatch]
 _FIRST_SIZE = (64, 64)  # slots and pages that the page table begins with; it doubles as it must
 
 
@@ -186,12 +188,40 @@ class SampledRows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One plan as tensors, and what is wanted from the rows of its result."""
+class HostRows:
+    """The rows of one plan as the host lays them, one request's after the other. Padding, T - N rows, is zeros."""
 
-    batch: ForwardBatch
-    sampled: tuple[SampledRows, ...]  # in plan order
-    scored: tuple[PromptRows, ...]
+    tokens_T: Array  # int64; 0 where a token is pending
+    positions_T: Array  # int64
+    kv_index_N: Array  # int64
+    starts: tuple[int, ...]  # of each sequence's rows, and their end
+    contexts: tuple[int, ...]
+    slots: tuple[int, ...]
+    pages_BP: Array  # int32
+    recurrent: int  # sequences, which come first
+    pending: tuple[tuple[int, int], ...]  # rows whose token is being drawn by the step before, and their slots
+
+    @property
+    def num_rows(self) -> int:
+        return self.starts[-1]
+
+
+class StepInputs:
+    """One plan as tensors, and what is wanted from the rows of its result.
+
+    `sampled`: in plan order. `rows`: as they are on the host.
+    """
+
+    def __init__(
+        self, rows: HostRows, sampled: tuple[SampledRows, ...], scored: tuple[PromptRows, ...], send: _Send
+    ) -> None:
+        self.rows, self.sampled, self.scored = rows, sampled, scored
+        self._send = send
+
+    @cached_property
+    def batch(self) -> ForwardBatch:
+        """Rows and sequences on the device: they are sent when they are first asked for."""
+        return self._send(self.rows)
 
 
 def build_inputs(
@@ -209,8 +239,21 @@ def build_inputs(
     `newest_S`: int64 on the device, the token drawn last in each slot; pending works read it there, on a stage that
     embeds tokens.
     """
-    upload = upload or Upload(device)
     works = plan.work
+    rows = _lay(table, works, cache.page_size, multiple)
+    sampled = tuple(
+        [
+            SampledRows(work.rid, end - 1 - len(work.drafts), work.drafts, work.pending)
+            for work, end in zip(works, rows.starts[1:], strict=True)
+            if work.samples
+        ]
+    )
+    scored = [_score(table[works[b].rid], works[b], rows.starts[b]) for b in range(rows.recurrent, len(works))]
+    send = partial(_sent, works=works, cache=cache, upload=upload or Upload(device), newest_S=newest_S)
+    return StepInputs(rows, sampled, tuple(found for found in scored if found is not None), send)
+
+
+def _lay(table: RequestTable, works: Sequence[Work], page_size: int, multiple: int) -> HostRows:
     recurrent = sum([work.recurrent for work in works])
     assert all(work.recurrent for work in works[:recurrent]), "recurrent work must come first"
     counts = [work.num_rows for work in works]
@@ -230,37 +273,33 @@ def build_inputs(
         sequence_N = np.repeat(sequence_N, counts)
         positions_N[:] = np.arange(rows) + np.subtract(contexts, starts[:-1])[sequence_N]
     pages_BP = table.pages(works)
-    page_N, offset_N = np.divmod(positions_N, cache.page_size)
-    kv_index_N = pages_BP[sequence_N, page_N].astype(np.int64) * cache.page_size + offset_N
+    page_N, offset_N = np.divmod(positions_N, page_size)
+    kv_index_N = pages_BP[sequence_N, page_N].astype(np.int64) * page_size + offset_N
+    pending = tuple([(start, work.slot) for work, start in zip(works, starts, strict=False) if work.pending])
+    return HostRows(tokens_T, positions_T, kv_index_N, starts, contexts, slots, pages_BP, recurrent, pending)
 
-    rows_on_device = upload(
-        *(tokens_T, positions_T, kv_index_N),
-        *(np.array(values, dtype=np.int32) for values in (starts, contexts, slots)),
-        pages_BP,
+
+def _sent(
+    rows: HostRows, *, works: Sequence[Work], cache: StageCache, upload: Upload, newest_S: torch.Tensor | None
+) -> ForwardBatch:
+    tokens_T, positions_T, kv_index_N, *of_sequences = upload(
+        *(rows.tokens_T, rows.positions_T, rows.kv_index_N),
+        *(np.array(values, dtype=np.int32) for values in (rows.starts, rows.contexts, rows.slots)),
+        rows.pages_BP,
     )
-    _take_newest(rows_on_device[0], newest_S, works, starts, upload)
-    sequences = Sequences(starts, contexts, slots, recurrent, *rows_on_device[3:])
+    take_newest(tokens_T, newest_S, rows.pending, upload)
+    sequences = Sequences(rows.starts, rows.contexts, rows.slots, rows.recurrent, *of_sequences)
     replay = None
     if cache.draft_tokens:
         accepted, drafts = [work.accepted for work in works], [len(work.drafts) for work in works]
         replay = replay_of(sequences, accepted, drafts, cache.draft_tokens)
-    batch = ForwardBatch(*rows_on_device[:3], sequences, cache, replay)
-    sampled = tuple(
-        [
-            SampledRows(work.rid, end - 1 - len(work.drafts), work.drafts, work.pending)
-            for work, end in zip(works, starts[1:], strict=True)
-            if work.samples
-        ]
-    )
-    scored = [_score(table[works[b].rid], works[b], starts[b]) for b in range(recurrent, len(works))]
-    return StepInputs(batch, sampled, tuple(rows for rows in scored if rows is not None))
+    return ForwardBatch(tokens_T, positions_T, kv_index_N, sequences, cache, replay)
 
 
-def _take_newest(
-    tokens_T: torch.Tensor, newest_S: torch.Tensor | None, works: Sequence[Work], starts: Sequence[int], upload: Upload
+def take_newest(
+    tokens_T: torch.Tensor, newest_S: torch.Tensor | None, pending: Sequence[tuple[int, int]], upload: Upload
 ) -> None:
-    """Write the tokens of pending works to their rows."""
-    pending = [(start, work.slot) for work, start in zip(works, starts, strict=False) if work.pending]
+    """Write to each of these rows the newest token of its slot. Without `newest_S` tokens are another stage's."""
     if pending and newest_S is not None:
         rows_P, slots_P = upload(*np.array(pending, dtype=np.int64).T.copy())
         tokens_T.index_copy_(0, rows_P, newest_S.index_select(0, slots_P))

@@ -2,8 +2,8 @@
 
 Rows of prompts are padded to the next size, decoding requests to the next number of them, by rows and sequences that
 leave no trace: on the dummy slot, their keys not written. Experts do not see those of prompts; those of decoding
-requests go through them for nothing. Inputs lie in memory that never moves; captured or not, the same code runs on the
-same shapes. What a step draws is drawn from its rows outside.
+requests go through them for nothing. Inputs lie in memory that never moves, and come there in one transfer; captured
+or not, the same code runs on the same shapes. What a step draws is drawn from its rows outside.
 
 A step with one prompt has sizes of its own: the host knows where the prompt begins and ends, and kernels have a grid
 for it. Several share the rows of a size as the device knows it, up to a number of prompts; those too many have no row.
@@ -20,12 +20,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
+import numpy as np
 import torch
 
 from rocm_serve.errors import UserError
 from rocm_serve.executor.decode import DecodedModel
 from rocm_serve.executor.graphs import Recorder
+from rocm_serve.executor.inputs import HostRows, take_newest
 from rocm_serve.executor.step_rows import padded
+from rocm_serve.executor.upload import Array, Upload, offsets
 from rocm_serve.messages import Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME
@@ -33,11 +36,18 @@ from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME
 
 @dataclass(slots=True)
 class _Size:
-    """Decoding sequences, prompts and their rows of a size, and its captured step once there is one."""
+    """Decoding sequences, prompts and their rows of a size, views of the static inputs, and its captured step."""
 
     decodes: int
     prompts: int
     rows: int
+    table_start: int  # where the page table lies among the bytes that arrive
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    kv_index_N: torch.Tensor
+    starts_B1: torch.Tensor
+    contexts_B: torch.Tensor
+    slots_B: torch.Tensor
     replay: Callable[[], torch.Tensor] | None = None
 
 
@@ -72,16 +82,16 @@ class PromptSteps:
         self._decodes, self._rows, self._captured = tuple(decodes), tuple(rows), captured
         self._longest, self._multiple = max_model_len, row_multiple
         self._prompts, self._keys = prompts, min(KEYS_AT_A_TIME, prompts * padded(max_model_len, KEY_UNIT))
+        self._upload = Upload(device)
         kinds = [(d, 1) for d in decodes] + [(decodes[-1], prompts)] * (prompts > 1)
-        self._at = {(*kind, r): _Size(*kind, r) for kind, r in product(kinds, rows)}
+        sizes = [(*kind, r) for kind, r in product(kinds, rows)]
         many, sequences = padded(decodes[-1] + rows[-1], row_multiple), decodes[-1] + prompts
-        self._tokens_T, self._positions_T, self._kv_index_T = torch.zeros((3, many), dtype=torch.int64, device=device)
-        self._starts = {
-            kind: torch.arange(sum(kind) + 1, dtype=torch.int32, device=device) for kind in kinds
-        }  # [B + 1]
-        self._contexts_B, self._slots_B = torch.zeros((2, sequences), dtype=torch.int32, device=device)
         pages = -(-max_model_len // cache.page_size)
         self._pages_BP = torch.zeros((sequences, pages), dtype=torch.int32, device=device)
+        fixed = max(offsets([x.nbytes for x in self._empty(*size)])[-1] for size in sizes)
+        end = offsets([fixed, self._pages_BP.nbytes])[-1]
+        self._inputs = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._at = {size: self._views(*size) for size in sizes}
         self._hidden_TH = None
         if hidden_size is not None:
             self._hidden_TH = torch.zeros((many, hidden_size), dtype=dtype, device=device)
@@ -104,16 +114,21 @@ class PromptSteps:
         """Return how many keys attention copies for the prompts."""
         return sum(padded(work.start + work.num_rows, KEY_UNIT) for work in prompts)
 
-    def forward(self, batch: ForwardBatch, hidden_TH: torch.Tensor | None) -> torch.Tensor:
-        """Return the residual stream as the model's `forward` does: the same rows. Waits for nothing."""
-        decodes = batch.sequences.num_recurrent
-        rows = batch.num_rows - decodes
-        several = batch.sequences.num_sequences > decodes + 1
+    def forward(
+        self, given: HostRows, hidden_TH: torch.Tensor | None, newest_S: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the residual stream as the model's `forward` does: the same rows. Waits for nothing.
+
+        `newest_S`: see `build_inputs`.
+        """
+        decodes = given.recurrent
+        rows = given.num_rows - decodes
+        several = len(given.slots) > decodes + 1
         kind = (self._decodes[-1], self._prompts) if several else (self._size(self._decodes, decodes), 1)
         at = self._at[*kind, self._size(self._rows, rows)]
-        self._fill(at, batch, hidden_TH)
+        self._fill(at, given, hidden_TH, newest_S)
         left_TH = self._forward(at) if at.replay is None or not self.replays else at.replay()
-        out_TH = left_TH.new_empty(len(batch.token_ids_T), left_TH.shape[1])
+        out_TH = left_TH.new_empty(len(given.tokens_T), left_TH.shape[1])
         out_TH[:decodes] = left_TH[:decodes]
         out_TH[decodes : decodes + rows] = left_TH[at.decodes : at.decodes + rows]
         out_TH[decodes + rows :] = 0
@@ -148,69 +163,80 @@ class PromptSteps:
     def _size(sizes: Sequence[int], count: int) -> int:
         return sizes[bisect_left(sizes, count)]
 
-    def _blank(self, at: _Size) -> None:
-        """Make all of a step padding: its first prompt is one row of the dummy slot, whose key is not written."""
-        self._kv_index_T.fill_(-1)
-        for zeros in (self._tokens_T, self._positions_T, self._contexts_B, self._slots_B, self._pages_BP):
-            zeros.zero_()
-        self._starts_of(at)[at.decodes + 1 :].fill_(at.decodes + 1)
+    def _empty(self, decodes: int, prompts: int, rows: int) -> list[Array]:
+        """Return the inputs of a step that is all padding, in the order of `_Size`.
 
-    def _starts_of(self, at: _Size) -> torch.Tensor:
-        return self._starts[at.decodes, at.prompts]
-
-    def _fill(self, at: _Size, batch: ForwardBatch, hidden_TH: torch.Tensor | None) -> None:
-        """Bring a step's inputs to their places, all on the device; what is beyond its requests is padding."""
-        sequences = batch.sequences
-        d, n, b = sequences.num_recurrent, batch.num_rows, sequences.num_sequences
-        ends, prompts_end = at.decodes + n - d, at.decodes + b - d
-        pairs = [
-            (self._tokens_T, batch.token_ids_T),
-            (self._positions_T, batch.positions_T),
-            (self._kv_index_T, batch.kv_index_N),
+        Its first prompt is one row of the dummy slot, whose key is not written.
+        """
+        many, padded_rows = decodes + prompts, padded(decodes + rows, self._multiple)
+        return [
+            np.zeros(padded_rows, dtype=np.int64),
+            np.zeros(padded_rows, dtype=np.int64),
+            np.full(decodes + rows, -1, dtype=np.int64),
+            np.minimum(np.arange(many + 1, dtype=np.int32), decodes + 1),
+            np.zeros(many, dtype=np.int32),
+            np.zeros(many, dtype=np.int32),
         ]
+
+    def _views(self, decodes: int, prompts: int, rows: int) -> _Size:
+        empty = self._empty(decodes, prompts, rows)
+        at = offsets([array.nbytes for array in empty])
+        views = [
+            self._inputs[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
+            for start, array in zip(at, empty, strict=False)
+        ]
+        return _Size(decodes, prompts, rows, at[-1], *views)
+
+    def _blank(self, at: _Size) -> None:
+        self._upload.into(self._inputs, self._empty(at.decodes, at.prompts, at.rows))
+        self._pages_BP.zero_()
+
+    def _fill(self, at: _Size, given: HostRows, hidden_TH: torch.Tensor | None, newest_S: torch.Tensor | None) -> None:
+        """Bring a step's inputs to their places; what is beyond its requests is padding."""
+        arrays = self._empty(at.decodes, at.prompts, at.rows)
+        tokens_T, positions_T, kv_index_N, starts_B1, contexts_B, slots_B = arrays
+        d, n, b = given.recurrent, given.num_rows, len(given.slots)
+        skipped = at.decodes - d  # rows and sequences between those that decode and the prompts
+        for into, out_of in (
+            (tokens_T, given.tokens_T),
+            (positions_T, given.positions_T),
+            (kv_index_N, given.kv_index_N),
+        ):
+            into[:d], into[at.decodes : n + skipped] = out_of[:d], out_of[d:n]
+        pages_BP = np.zeros((at.decodes + at.prompts, given.pages_BP.shape[1]), dtype=np.int32)
+        for into, out_of in ((contexts_B, given.contexts), (slots_B, given.slots), (pages_BP, given.pages_BP)):
+            into[:d], into[at.decodes : b + skipped] = out_of[:d], out_of[d:]
+        starts_B1[at.decodes + 1 : b + skipped + 1] = given.starts[d + 1 :]
+        starts_B1[at.decodes + 1 : b + skipped + 1] += skipped
+        starts_B1[b + skipped + 1 :] = n + skipped
+        self._upload.into(self._inputs, [*arrays, pages_BP])
+        arrived = self._inputs[at.table_start : at.table_start + pages_BP.nbytes]
+        self._pages_BP[: len(pages_BP), : pages_BP.shape[1]].copy_(arrived.view(torch.int32).view(pages_BP.shape))
+        pending = [(row if row < d else row + skipped, slot) for row, slot in given.pending]
+        take_newest(at.tokens_T, newest_S, pending, self._upload)
         if hidden_TH is not None:
             assert self._hidden_TH is not None
-            pairs.append((self._hidden_TH, hidden_TH))
-        for into, out_of in pairs:
-            into[at.decodes : ends].copy_(out_of[d:n])
-            if d:
-                into[:d].copy_(out_of[:d])
-        self._kv_index_T[ends : at.decodes + at.rows].fill_(-1)
-        width = sequences.page_table_BP.shape[1]
-        pairs = [(self._contexts_B, sequences.contexts_B), (self._slots_B, sequences.slots_B)]
-        for into, out_of in [*pairs, (self._pages_BP[:, :width], sequences.page_table_BP)]:
-            into[at.decodes : prompts_end].copy_(out_of[d:b])
-            if d:
-                into[:d].copy_(out_of[:d])
-            if d < at.decodes:
-                into[d : at.decodes].zero_()
-            if prompts_end < at.decodes + at.prompts:
-                into[prompts_end : at.decodes + at.prompts].zero_()
-        if d < at.decodes:
-            self._kv_index_T[d : at.decodes].fill_(-1)
-        starts_B1 = self._starts_of(at)
-        torch.add(sequences.row_starts_B1[d + 1 :], at.decodes - d, out=starts_B1[at.decodes + 1 : prompts_end + 1])
-        if prompts_end < at.decodes + at.prompts:
-            starts_B1[prompts_end + 1 :].copy_(starts_B1[prompts_end].expand(at.prompts - (b - d)))
+            self._hidden_TH[:d].copy_(hidden_TH[:d])
+            self._hidden_TH[at.decodes : n + skipped].copy_(hidden_TH[d:n])
 
     def _forward(self, at: _Size) -> torch.Tensor:
         """Compute a step from the static inputs alone. This is what is captured."""
-        d, many, rows = at.decodes, at.decodes + at.prompts, padded(at.decodes + at.rows, self._multiple)
-        starts_B1, contexts_B, slots_B = self._starts_of(at), self._contexts_B[:many], self._slots_B[:many]
+        d, many = at.decodes, at.decodes + at.prompts
         keys = self._longest if at.prompts == 1 else self._keys
         longest = (self._longest - 1,) * d + (max(0, keys - at.rows),) + (0,) * (at.prompts - 1)
         copy = self._recorder.host_copy
         sequences = Sequences(
-            row_starts=copy(starts_B1, (*range(d + 1), *(d + at.rows,) * at.prompts)),
-            contexts=copy(contexts_B, longest),
-            slots=copy(slots_B, (0,) * many),
+            row_starts=copy(at.starts_B1, (*range(d + 1), *(d + at.rows,) * at.prompts)),
+            contexts=copy(at.contexts_B, longest),
+            slots=copy(at.slots_B, (0,) * many),
             num_recurrent=d,
-            row_starts_B1=starts_B1,
-            contexts_B=contexts_B,
-            slots_B=slots_B,
+            row_starts_B1=at.starts_B1,
+            contexts_B=at.contexts_B,
+            slots_B=at.slots_B,
             page_table_BP=self._pages_BP[:many],
             shared=at.prompts > 1,
         )
-        given = self._tokens_T[:rows], self._positions_T[:rows], self._kv_index_T[: sequences.num_rows]
-        batch = ForwardBatch(*given, sequences, self._cache, live_rows=starts_B1[-1:])
+        given = at.tokens_T, at.positions_T, at.kv_index_N[: sequences.num_rows]
+        batch = ForwardBatch(*given, sequences, self._cache, live_rows=at.starts_B1[-1:])
+        rows = len(at.tokens_T)
         return self._model.forward(batch, None if self._hidden_TH is None else self._hidden_TH[:rows])

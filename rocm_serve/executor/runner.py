@@ -111,8 +111,10 @@ class StageRunner:
         if parts is not None:
             return self._in_parts(plan, *parts, hidden_TH)
         inputs = self._inputs(plan)
-        prompts = self.prompts if self.prompts is not None and self.prompts.takes(plan) else self.model
-        out_TH = prompts.forward(inputs.batch, hidden_TH)
+        if self.prompts is not None and self.prompts.takes(plan):
+            out_TH = self.prompts.forward(inputs.rows, hidden_TH, self.newest_S)
+        else:
+            out_TH = self.model.forward(inputs.batch, hidden_TH)
         return self._left(plan, inputs, out_TH, self.draws_ahead(plan)) if self.coord.last_stage else out_TH
 
     def _inputs(self, plan: Plan) -> StepInputs:
@@ -138,7 +140,7 @@ class StageRunner:
         count, rows = num_rows(decoded), num_rows(plan)
         first_TH, second_TH = (None, None) if hidden_TH is None else (hidden_TH[:count], hidden_TH[count:rows])
         inputs = self._inputs(prompted)
-        out_TH = self.prompts.forward(inputs.batch, second_TH)
+        out_TH = self.prompts.forward(inputs.rows, second_TH, self.newest_S)
         if not self.coord.last_stage:
             left_TH = self._decoded(self.decode, decoded, first_TH)
             assert isinstance(left_TH, torch.Tensor)

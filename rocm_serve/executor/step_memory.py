@@ -135,7 +135,7 @@ def work_bytes(
 def inputs_bytes(facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
     """Bound the inputs of steps of fixed sizes, on a GPU: they lie in memory that never moves, captured or not.
 
-    Pages of decode steps arrive beside their table.
+    Pages arrive beside their table.
     """
     if resolved.device == "cpu":
         return 0
@@ -149,7 +149,7 @@ def inputs_bytes(facts: ModelFacts, coord: Coord, resolved: Resolved) -> int:
     pages = 4 * -(-resolved.max_model_len // resolved.page_size)
     row = _ROW_INPUTS + (0 if coord.first_stage else facts.hidden_size * CACHE_ITEMSIZE[resolved.dtype])
     newest = 8 * (resolved.max_running_requests + 1)
-    return newest + (2 * decodes + sequences) * pages + (max(decodes, verified) + with_prompts) * row
+    return newest + 2 * (decodes + sequences) * pages + (max(decodes, verified) + with_prompts) * row
 
 
 def counted_before_binding(resolved: Resolved) -> bool:

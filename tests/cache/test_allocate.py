@@ -93,3 +93,22 @@ def test_clearing_a_slot_touches_no_other() -> None:
         assert group
         for x in group.values():
             assert not x[2].any() and (x[[0, 1, 3]] == 1).all()
+
+
+def test_each_layer_of_a_kind_begins_where_kernels_expect_memory_to_begin() -> None:
+    """Kernels are compiled for pointers to whole 16 bytes, or not: which must not depend on the layer."""
+    cache = allocate(tp=4, draft_tokens=3)
+    groups = (cache.conv, cache.ssm, cache.pending_u, cache.pending_ba)
+    assert len(cache.by_slot) == len(groups)
+    for group, words in zip(groups, cache.by_slot, strict=True):
+        layers = list(group.values())
+        assert len(layers) > 1 and all(x.is_contiguous() for x in layers)
+        assert {(x.data_ptr() - layers[0].data_ptr()) % 512 for x in layers} == {0}
+        assert words.shape[:2] == (len(layers), 4)
+        assert words[0, 0].nbytes == layers[0][0].nbytes
+
+
+def test_a_stage_without_such_layers_has_nothing_to_clear() -> None:
+    cache = next(cache for cache in (allocate(pp=8, rank=i) for i in range(8)) if not cache.ssm)
+    clear_slots(cache, (1,))
+    assert not cache.by_slot

@@ -87,7 +87,7 @@ def test_a_layer_of_few_rows_runs_fewer_ops_and_makes_the_rows_of_its_parts(hf: 
 
     parts, folded = Counter[str](), Counter[str]()
     for ours, theirs in zip(run((*WHOLE, *FOLDED), folded), run(WHOLE, parts), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # sums of float32 in another order
     layers, steps = 4, 4
     assert folded["add_norm_linear"] == tp * 2 * 2 * (layers - 1)  # of two steps; the first layer has nothing to add
     assert folded["shared_down_add"] == tp * 3 * layers  # all but the last step
