@@ -17,6 +17,7 @@ from msgspec.structs import replace as changed
 
 from rocm_serve.config import graphs as sizes
 from rocm_serve.config.schema import Resolved
+from rocm_serve.executor.inputs import HostRows
 from rocm_serve.executor.launched import Launched
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.executor.local import LocalExecutor
@@ -24,7 +25,6 @@ from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageRunner
 from rocm_serve.executor.upload import Upload
 from rocm_serve.messages import NewRequest, Plan, StepResult, Work
-from rocm_serve.ops.batch import ForwardBatch
 from rocm_serve.types import SamplingParams
 from tests.executor.captured import GPU, NEEDS_GPU, rows_of, same, stage_of, waits_in
 from tests.executor.generate import Answer, Requests, session
@@ -188,9 +188,9 @@ def test_several_prompts_share_captured_steps(checkpoint: Path, monkeypatch: pyt
     kinds: list[int] = []
     forward = PromptSteps.forward
 
-    def counted(steps: PromptSteps, batch: ForwardBatch, hidden_TH: torch.Tensor | None) -> torch.Tensor:
-        kinds.append(batch.sequences.num_sequences - batch.sequences.num_recurrent)
-        return forward(steps, batch, hidden_TH)
+    def counted(steps: PromptSteps, given: HostRows, *rest: Any) -> torch.Tensor:
+        kinds.append(len(given.slots) - given.recurrent)
+        return forward(steps, given, *rest)
 
     monkeypatch.setattr(PromptSteps, "forward", counted)
     late = late_requests()

@@ -6,6 +6,7 @@ python -m pytest -q -p no:cacheprovider tests/executor/test_plan_ahead_gpu.py -s
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,7 +74,9 @@ def test_tokens_are_those_of_steps_one_after_the_other(checkpoint: Path, graphs:
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():  # torch says once that the mode is a prototype
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
