@@ -75,7 +75,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--json", type=Path, help="write the figures to this file, after every point")
     made.add_argument("--plot", type=Path, help="write the plot to this SVG file")
     made.add_argument("--commit", help="what is measured, on a machine where git cannot say")
-    made.add_argument("--budget-s", type=seconds, default=1e9, help="begin no point after so many seconds")
+    made.add_argument(
+        "--budget-s",
+        type=seconds,
+        default=1e9,
+        help="begin no point after so many seconds; each shape and level has a part of them",
+    )
     made.add_argument("--seed", type=at_least(0), default=secrets.randbits(31))
     made.add_argument("--cpu", action="store_true", help="run on a machine without a GPU: a test of this program")
     return made

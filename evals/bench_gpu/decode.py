@@ -90,7 +90,7 @@ def _steps_of_stage(
     page = loaded.resolved.page_size
     runner = loaded.runner(num_pages=-(-tokens // page) + slots, num_slots=slots)
     step_level.randomise(runner.cache, torch.Generator(run.device).manual_seed(a.seed))
-    for i, (mode, (batch, context)) in enumerate(product(modes, wished)):
+    for i, ((batch, context), mode) in enumerate(product(wished, modes)):
         what = f"{name} {mode} step B {batch} ctx {context}"
         if batch * (context + margin) > tokens:
             run.run.left_out.append(f"{what} (does not fit the memory)")
