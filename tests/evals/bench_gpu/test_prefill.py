@@ -171,7 +171,7 @@ class _Captured:
     def takes(self, batch: object) -> bool:
         return True
 
-    def forward(self, batch: object, hidden_TH: object) -> torch.Tensor:
+    def forward(self, given: object, hidden_TH: object, newest_S: object) -> torch.Tensor:
         raise RuntimeError("a replay")
 
 
