@@ -12,6 +12,7 @@ import torch
 from rocm_serve.ops.batch import Sequences
 from rocm_serve.ops.bind import OPS, BoundOps, bind_ops
 from rocm_serve.ops.contract import Provider
+from tests.layers.columns import by_column
 from tests.layers.replaying import Request, Run, Turn, at_random, every_pair, facts_of, in_step, layer_of
 
 PARTS = bind_ops({}, "cpu")
@@ -33,7 +34,8 @@ def run_of(seen: list[Sequences], seed: int, draft_tokens: int) -> tuple[Run, Ru
     """Make two runs of one layer: by parts, and by steps."""
     print(f"seed {seed}")
     facts = facts_of(**SIZES)
-    layers = [layer_of(facts, ops, torch.Generator().manual_seed(seed)) for ops in (PARTS, stepping(seen))]
+    bound = [replace(ops, linear=by_column) for ops in (PARTS, stepping(seen))]  # only one of them joins weights
+    layers = [layer_of(facts, ops, torch.Generator().manual_seed(seed)) for ops in bound]
     parts, steps = (Run(layer, facts, torch.Generator().manual_seed(seed), draft_tokens) for layer in layers)
     return parts, steps
 
@@ -55,6 +57,18 @@ def test_accepted_drafts_are_plain_steps_for_every_m_and_n() -> None:
     requests = every_pair(2, 1)
     parts.plainly(requests)
     assert not steps.differences(requests, in_step(requests))
+
+
+def test_requests_have_the_bits_they_have_alone_where_one_product_of_torch_makes_all_projections() -> None:
+    seed = secrets.randbits(31)
+    print(f"seed {seed}")
+    facts, g, seen = facts_of(**SIZES), torch.Generator().manual_seed(seed), list[Sequences]()
+    steps = Run(layer_of(facts, stepping(seen), g), facts, g, 3)
+    requests, order = at_random(g, 5, 3)
+    steps.plainly(requests)
+    seen.clear()
+    assert not steps.differences(requests, order)
+    assert any(run.num_sequences > 1 for run in seen) and any(run.commits is not None for run in seen)
 
 
 @pytest.mark.parametrize("by_parts", [True, False])

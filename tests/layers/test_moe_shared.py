@@ -14,6 +14,7 @@ from rocm_serve.layers.weights import Weights
 from rocm_serve.ops.bind import OPS, BoundOps, bind_ops
 from rocm_serve.ops.contract import Provider
 from rocm_serve.parallel.comm import Comm
+from tests.layers.columns import by_column
 from tests.layers.test_parallel import on_ranks
 from tests.models.harness import hf_model
 
@@ -34,6 +35,11 @@ def with_kernel(ops: BoundOps, seen: list[int]) -> BoundOps:
     return replace(ops, shared_expert_add=shared_expert_add, providers=bound)
 
 
+def product(x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """Multiply each column by itself, but for the shared expert's gate: it is joined to nothing, in either layer."""
+    return OPS["linear"].reference(x_TK, weight_NK) if len(weight_NK) == 1 else by_column(x_TK, weight_NK)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("by_parts", [False, True])
 def test_a_kernel_takes_the_place_of_the_parts_until_the_layer_is_told_to_leave_it(
@@ -42,13 +48,14 @@ def test_a_kernel_takes_the_place_of_the_parts_until_the_layer_is_told_to_leave_
     seen: list[int] = []
 
     def build(weights: Weights, ops: BoundOps, comm: Comm) -> SparseMoe:
-        layer = SparseMoe(weights, with_kernel(ops, seen), comm, top_k=3, renormalise=True)
+        bound = replace(with_kernel(ops, seen), linear=product)
+        layer = SparseMoe(weights, bound, comm, top_k=3, renormalise=True)
         if by_parts:
             layer.run_by_parts()
         return layer
 
     def plain(weights: Weights, ops: BoundOps, comm: Comm) -> SparseMoe:
-        return SparseMoe(weights, ops, comm, top_k=3, renormalise=True)
+        return SparseMoe(weights, replace(ops, linear=product), comm, top_k=3, renormalise=True)
 
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
     ours, theirs = (on_ranks(moe, "model.layers.0.mlp", tp, one)(x, 32) for one in (build, plain))

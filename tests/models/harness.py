@@ -19,7 +19,7 @@ from rocm_serve.models.qwen3_5.causal_lm import Qwen3_5ForCausalLM as OurModel
 from rocm_serve.models.qwen3_5.spec import ConfigFormats, Formats, ModelFacts, parse_config, stage_params
 from rocm_serve.models.registry import build_model
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
-from rocm_serve.ops.bind import bind_ops
+from rocm_serve.ops.bind import BoundOps, bind_ops
 from rocm_serve.parallel.comm import Comm, SoloComm, run_ranks
 from rocm_serve.parallel.layout import Place, copies
 from rocm_serve.parallel.mesh import Coord, Mesh
@@ -114,12 +114,13 @@ def build_stage(
     pages: int = 80,
     slots: int = 8,
     activation: Any = None,
+    ops: BoundOps | None = None,
 ) -> Stage:
     """Build one rank's model, fill it, and give it caches full of NaN (KV) and zeros (states)."""
     mesh = mesh or Mesh(1, 1)
     coord = mesh.coord(rank)
     params = stage_params(facts, coord, formats=formats or ConfigFormats(facts), mtp=mtp)
-    ops = bind_ops({}, "cpu", activation=activation)
+    ops = ops or bind_ops({}, "cpu", activation=activation)
     model = build_model(facts, coord, params, comm or SoloComm(), ops, device="cpu", dtype=dtype, mtp=mtp)
     fill(dict(model.named_parameters()), params, tensors, Place(mesh.tp, coord.tp_rank))
     model.prepare()
