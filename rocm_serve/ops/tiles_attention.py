@@ -50,8 +50,11 @@ def attention_decode_tiles(shape: Shape, arch: str) -> list[Tile]:
 
 
 def _wide(shape: Shape, arch: str) -> bool:
-    """Whether two blocks of 32 KiB of keys, and of values, fit a unit's memory and their sums its registers."""
-    return arch == "sm_90" and shape["vectors"] <= 16
+    """Whether two blocks of 32 KiB of keys, and of values, fit a unit's memory, and their sums its registers.
+
+    With 16 query vectors of 256 compiled code needs all 255 of a lane, and more.
+    """
+    return arch == "sm_90" and shape["vectors"] <= 8
 
 
 def _splits(shape: Shape, arch: str) -> int:
