@@ -67,7 +67,7 @@ def doctor(
         )
     config = None if model is None else load.load(wishes | {"model": str(model)}, None, {})
     made: KernelReport = importlib.import_module("rocm_serve.executor.kernel_report").kernel_report(
-        config, gpu_of(gpu, None), run=run
+        config, gpu_of(gpu), run=run
     )
     if as_json:
         typer.echo(msgspec.json.encode(made).decode())

@@ -76,7 +76,7 @@ def plan(
     for note in notes_of(ctx):
         typer.echo(note, err=True)
     config = load.load({name: value for name, value in wishes.items() if value is not None}, None, {})
-    target = gpu_of(gpu, hbm_gib)
+    target = gpu_of(gpu, hbm_gib, or_else=", or --hbm-gib N")
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if target is None:
         if as_json or nnodes is not None:

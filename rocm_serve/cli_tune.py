@@ -80,7 +80,7 @@ def tune(
 
 
 def _arch(arch: str | None, gpu: str | None) -> str | None:
-    named = gpu_of(gpu, None)
+    named = gpu_of(gpu)
     if named is None:
         return arch
     if arch not in (None, named.arch):

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("part", choices=("decode", "prefill", "plot", "table"))
     made.add_argument("--shape", nargs="+", choices=tuple(SHAPES), default=["q35tp1", "q38tp8"])
     made.add_argument("--batch", nargs="+", type=at_least(1), default=list(decode.BATCHES))
-    made.add_argument("--ctx", nargs="+", type=at_least(1), default=list(decode.CONTEXTS))
+    made.add_argument("--ctx", nargs="+", type=at_least(1), help="by default 1024 8192 32768, as far as shapes go")
     made.add_argument(
         "--rows", nargs="+", type=at_least(1), default=list(prefill.ROWS), help="prefill: tokens of one prompt"
     )
@@ -92,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return show("bench_gpu", arguments.part, arguments.json, arguments.plot, Run, _drawn, markdown)
     part, default_steps = _PARTS[arguments.part]
     arguments.steps = arguments.steps or default_steps
+    arguments.ctx = arguments.ctx or decode.contexts(arguments)
     try:
         for flag, file in (("--json", arguments.json), ("--plot", arguments.plot)):
             if file is not None:

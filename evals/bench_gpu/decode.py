@@ -14,7 +14,7 @@ from evals.bench_gpu.records import StepRecord
 from rocm_serve.executor.loaded_stage import LoadedStage
 from rocm_serve.ops.bind import binding_lines
 from rocm_serve.tuning import floor
-from rocm_serve.tuning.shapes import SHAPES
+from rocm_serve.tuning.shapes import SHAPES, facts_of
 from rocm_serve.tuning.wish import Point
 
 BATCHES = (1, 8, 16, 64, 256)
@@ -22,6 +22,12 @@ CONTEXTS = (1024, 8192, 32768)
 _FIRST_CONTEXT = {"q35tp1": 1024, "q38tp8": 8192}  # where vLLM was measured, and aims are
 _STEP_SLOTS = 8  # more than the largest batch
 _MARGIN_OF_OPS = 64  # positions behind the longest context
+
+
+def contexts(a: argparse.Namespace) -> list[int]:
+    """Return the contexts to measure where none is asked for: those that every shape has positions for, or the first."""
+    most = min(facts_of(name).max_position for name in a.shape)
+    return [context for context in CONTEXTS if context + max(_MARGIN_OF_OPS, _margin(a)) <= most] or [CONTEXTS[0]]
 
 
 def longest(a: argparse.Namespace) -> tuple[int, str]:

@@ -37,7 +37,10 @@ def show(
     except UserError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except OSError as error:
+        print(f"{program}: --json {results}: {error.strerror}; legal: a file that this program wrote", file=sys.stderr)
+        return 2
+    except (msgspec.DecodeError, RecursionError) as error:
         print(f"{program}: --json {results}: {error}", file=sys.stderr)
         return 2
     if part != "plot":

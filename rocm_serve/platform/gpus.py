@@ -47,14 +47,14 @@ GPUS = {
 }
 
 
-def gpu_of(name: str | None, hbm_gib: float | None) -> Gpu | None:
+def gpu_of(name: str | None, hbm_gib: float | None = None, *, or_else: str = "") -> Gpu | None:
     """Find the GPU that a plan is for; None when nothing was said about it.
 
     `hbm_gib` alone stands for an unnamed gfx942 GPU of that size, beside a name for that GPU with another size.
-    Errors: UserError naming the legal words.
+    `or_else`: what the command takes in place of a name. Errors: UserError naming the legal words.
     """
     if name is not None and name.lower() not in GPUS:
-        raise UserError(f"--gpu {name}: legal: {', '.join(GPUS)}, or --hbm-gib N")
+        raise UserError(f"--gpu {name}: legal: {', '.join(GPUS)}{or_else}")
     if hbm_gib is not None and not 0 < hbm_gib <= _MOST_GIB:
         raise UserError(f"--hbm-gib {hbm_gib:g}: legal: above 0, up to {_MOST_GIB}")
     if name is None:

@@ -270,7 +270,7 @@ def test_gpus_are_found_by_name_or_size() -> None:
     assert gpu_of("mi300x", 64.0) == Gpu("MI300X", "rocm", "gfx942", 304, 64 << 30)
     unnamed = gpu_of(None, 100.0)
     assert unnamed is not None and unnamed.hbm_bytes == 100 << 30
-    with pytest.raises(UserError, match="--gpu mi999: legal: mi300x, mi308x, mi325x, mi355x, h200, or --hbm-gib N"):
+    with pytest.raises(UserError, match="--gpu mi999: legal: mi300x, mi308x, mi325x, mi355x, h200$"):
         gpu_of("mi999", None)
     with pytest.raises(UserError, match="--hbm-gib 0: legal: above 0"):
         gpu_of(None, 0.0)

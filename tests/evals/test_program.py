@@ -41,6 +41,7 @@ PLAIN = f"--model {MODEL} --reference {REFERENCE} --out {{made}}"
         (bench_gpu, "plot --json {results} --plot /dev/full", "--plot /dev/full: No space left on device"),
         (bench_gpu, "table --json {junk}", "--json {junk}: JSON is malformed"),
         (bench_gpu, "plot --json {results} --plot {absent}/x.svg", "{absent}: No such file"),
+        (bench_gpu, "table --json {absent}/x.json", "x.json: No such file or directory; legal: a file that this"),
         (bench_host, "--model {absent}", "{absent} has no config.json"),
         (bench_host, "--running 0", "--running: 0: legal: 1 or more"),
         (bench_host, "--json {absent}/x.json", "{absent}: No such file"),

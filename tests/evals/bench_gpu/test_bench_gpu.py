@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from evals.bench_gpu import op_level, stage, step_level
-from evals.bench_gpu.__main__ import main
+from evals.bench_gpu import decode, op_level, stage, step_level
+from evals.bench_gpu.__main__ import main, parser
 from evals.bench_gpu.op_level import op_points
 from evals.bench_gpu.plot import lines_of, svg
 from evals.bench_gpu.records import Run, StepRecord, kernel_lines, table
@@ -263,3 +263,14 @@ def test_the_plot_shows_ours_and_vllm_over_the_same_floor() -> None:
     assert ours == ("q35tp1, ctx 1024", [(1, 0.525), (64, 0.75)], False), "as a server has it"
     assert vllm[1][0] == (1, pytest.approx(2.1 / 4.20)) and vllm[2]
     assert svg([ours, vllm], "a < b").count("<polyline") == 2
+
+
+def test_contexts_by_default_are_those_that_every_shape_has_positions_for() -> None:
+    def chosen(*words: str) -> list[int]:
+        arguments = parser().parse_args(["decode", "--steps", "40", *words])
+        assert arguments.ctx is None
+        return decode.contexts(arguments)
+
+    assert chosen() == [1024, 8192, 32768]
+    assert chosen("--shape", "tiny") == chosen("--shape", "q35tp1", "tiny") == [1024, 8192]
+    assert chosen("--shape", "tiny", "--steps", "1000000") == [1024]  # which is refused by name
