@@ -25,7 +25,7 @@ _MARGIN_OF_OPS = 64  # positions behind the longest context
 
 
 def contexts(a: argparse.Namespace) -> list[int]:
-    """Return the contexts to measure where none is asked for: those that every shape has positions for, or the first."""
+    """Return the contexts to measure where none is asked for: those that every shape has positions for, or one."""
     most = min(facts_of(name).max_position for name in a.shape)
     return [context for context in CONTEXTS if context + max(_MARGIN_OF_OPS, _margin(a)) <= most] or [CONTEXTS[0]]
 

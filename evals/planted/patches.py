@@ -245,13 +245,12 @@ def wrong_kv_head() -> None:
 def kv_off_by_one() -> None:
     plain = runner.build_inputs
 
-    def build(*args: Any, **named: Any) -> Any:
-        inputs = plain(*args, **named)
-        batch = inputs.batch
-        rows = batch.sequences.num_recurrent_rows
-        pages = next(iter(batch.cache.k_pages.values()), None)
-        if rows and pages is not None:
-            batch.kv_index_N[:rows] = (batch.kv_index_N[:rows] + 1).clamp_max(pages.shape[0] * pages.shape[1] - 1)
+    def build(table: Any, plan: Any, cache: Any, *rest: Any, **named: Any) -> Any:
+        inputs = plain(table, plan, cache, *rest, **named)
+        rows, pages = inputs.rows, next(iter(cache.k_pages.values()), None)
+        if pages is not None:
+            own_N = rows.kv_index_N[: rows.starts[rows.recurrent]]
+            own_N[:] = (own_N + 1).clip(max=pages.shape[0] * pages.shape[1] - 1)
         return inputs
 
     runner.build_inputs = build

@@ -13,6 +13,7 @@ from rocm_serve.ops.batch import StageCache
 from rocm_serve.ops.fp8 import FP8_DTYPES
 
 _ALIGN = 512  # bytes, as torch's own allocator for a GPU
+_MOST_OF_A_GROUP = 2**31 - 1  # bytes of several layers' states in one piece
 KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
@@ -57,12 +58,12 @@ def allocate_stage_cache(
         pending_u=u,
         pending_ba=ba,
         draft_tokens=layout.draft_tokens,
-        by_slot=tuple(words for of_layer, words in made if of_layer),
+        by_slot=tuple(words for _, groups in made for words in groups),
     )
 
 
 def clear_slots(cache: StageCache, slots: Sequence[int] | torch.Tensor) -> None:
-    """Zero what these slots hold: they are about to belong to another request. One launch a kind of state on a GPU.
+    """Zero what these slots hold: they are about to belong to another request. On a GPU one launch for 2 GiB of a kind.
 
     Where numbers are given that are not on the device yet (int64), it is waited for.
     """
@@ -82,18 +83,24 @@ def cache_bytes(cache: StageCache) -> int:
 
 def _slots(
     layers: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """Return zeros of `shape`, slots first, for each layer, and all of them as words by layer and slot.
+) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+    """Return zeros of `shape`, slots first, for each layer, and the same memory as words by layer and slot, in groups.
 
-    Each layer's begin where memory of their own would: kernels are compiled for pointers to whole 16 bytes.
+    Each layer's begin where memory of their own would: kernels are compiled for pointers to whole 16 bytes. A group is
+    as many layers as 32-bit offsets reach: for ROCm, Triton reads the size of the whole memory that a tensor is part
+    of, and compiles longer addresses where it is larger.
     """
     slots, nbytes = shape[0], prod(shape) * dtype.itemsize
-    if not layers:
-        return {}, torch.empty((0, slots, 0), device=device)
-    held = _zeros((len(layers), nbytes + -nbytes % _ALIGN), torch.uint8, device)
-    of_layer = {i: own[:nbytes].view(dtype).view(shape) for i, own in zip(layers, held, strict=True)}
     word = torch.int64 if nbytes // slots % torch.int64.itemsize == 0 else torch.uint8
-    return of_layer, held[:, :nbytes].view(word).unflatten(1, (slots, -1))
+    each = nbytes + -nbytes % _ALIGN
+    at_once = max(1, _MOST_OF_A_GROUP // max(each, 1))
+    of_layer, groups = {}, []
+    for first in range(0, len(layers), at_once):
+        group = layers[first : first + at_once]
+        held = _zeros((len(group), each), torch.uint8, device)
+        of_layer |= {i: own[:nbytes].view(dtype).view(shape) for i, own in zip(group, held, strict=True)}
+        groups.append(held[:, :nbytes].view(word).unflatten(1, (slots, -1)))
+    return of_layer, groups
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 Rows of prompts are padded to the next size, decoding requests to the next number of them, by rows and sequences that
 leave no trace: on the dummy slot, their keys not written. Experts do not see those of prompts; those of decoding
-requests go through them for nothing. Inputs lie in memory that never moves, and come there in one transfer; captured
-or not, the same code runs on the same shapes. What a step draws is drawn from its rows outside.
+requests go through them for nothing. Inputs lie in memory that never moves, and come there in one transfer, or in two
+where tokens are pending; captured or not, the same code runs on the same shapes. What a step draws is drawn from its
+rows outside.
 
 A step with one prompt has sizes of its own: the host knows where the prompt begins and ends, and kernels have a grid
 for it. Several share the rows of a size as the device knows it, up to a number of prompts; those too many have no row.
@@ -203,21 +204,32 @@ class PromptSteps:
             (kv_index_N, given.kv_index_N),
         ):
             into[:d], into[at.decodes : n + skipped] = out_of[:d], out_of[d:n]
-        pages_BP = np.zeros((at.decodes + at.prompts, given.pages_BP.shape[1]), dtype=np.int32)
-        for into, out_of in ((contexts_B, given.contexts), (slots_B, given.slots), (pages_BP, given.pages_BP)):
+        for into, out_of in ((contexts_B, given.contexts), (slots_B, given.slots)):
             into[:d], into[at.decodes : b + skipped] = out_of[:d], out_of[d:]
         starts_B1[at.decodes + 1 : b + skipped + 1] = given.starts[d + 1 :]
         starts_B1[at.decodes + 1 : b + skipped + 1] += skipped
         starts_B1[b + skipped + 1 :] = n + skipped
-        self._upload.into(self._inputs, [*arrays, pages_BP])
-        arrived = self._inputs[at.table_start : at.table_start + pages_BP.nbytes]
-        self._pages_BP[: len(pages_BP), : pages_BP.shape[1]].copy_(arrived.view(torch.int32).view(pages_BP.shape))
-        pending = [(row if row < d else row + skipped, slot) for row, slot in given.pending]
-        take_newest(at.tokens_T, newest_S, pending, self._upload)
+        self._upload.into(self._inputs, [*arrays, given.pages_BP])
+        self._place_pages(at, d, given.pages_BP)
+        assert all(row < d for row, _ in given.pending), "a token is pending before rows of a prompt"
+        take_newest(at.tokens_T, newest_S, given.pending, self._upload)
         if hidden_TH is not None:
             assert self._hidden_TH is not None
             self._hidden_TH[:d].copy_(hidden_TH[:d])
             self._hidden_TH[at.decodes : n + skipped].copy_(hidden_TH[d:n])
+
+    def _place_pages(self, at: _Size, decodes: int, pages_BP: Array) -> None:
+        """Copy the pages that have arrived to the table's rows; those of padding name the first page."""
+        count, width = pages_BP.shape
+        arrived = self._inputs[at.table_start : at.table_start + pages_BP.nbytes].view(torch.int32).view(count, width)
+        ends = count + at.decodes - decodes
+        table = self._pages_BP[: at.decodes + at.prompts, :width]
+        for into, out_of in ((table[:decodes], arrived[:decodes]), (table[at.decodes : ends], arrived[decodes:])):
+            if len(into):
+                into.copy_(out_of)
+        for padding in (table[decodes : at.decodes], table[ends:]):
+            if len(padding):
+                padding.zero_()
 
     def _forward(self, at: _Size) -> torch.Tensor:
         """Compute a step from the static inputs alone. This is what is captured."""

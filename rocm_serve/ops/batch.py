@@ -108,7 +108,7 @@ class StageCache:
     [slots + 1, 3, channels_local], oldest first. SSM: fp32, V-major [slots + 1, Hv_local, dv, dk].
     Pending, with K draft tokens a step: what a slot's last drafts brought to the layer, pre-conv rows
     [slots + 1, K, channels_local] and the projection b, a [slots + 1, K, 2 Hv_local]; without drafts there are none.
-    `by_slot`: the same memory as what slots hold, a tensor for each of these kinds, [layers, slots + 1, words].
+    `by_slot`: the same memory as what slots hold, a kind's layers in one tensor or a few, [layers, slots + 1, words].
     """
 
     page_size: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rocm_serve.cache import allocate as allocate_module
 from rocm_serve.cache.allocate import allocate_stage_cache, cache_bytes, clear_slots
 from rocm_serve.cache.layout import stage_layout
 from rocm_serve.ops.batch import StageCache
@@ -95,17 +96,31 @@ def test_clearing_a_slot_touches_no_other() -> None:
             assert not x[2].any() and (x[[0, 1, 3]] == 1).all()
 
 
-def test_each_layer_of_a_kind_begins_where_kernels_expect_memory_to_begin() -> None:
-    """Kernels are compiled for pointers to whole 16 bytes, or not: which must not depend on the layer."""
+@pytest.mark.parametrize("most", [2**31 - 1, 9000, 1])
+def test_layers_lie_as_kernels_expect_memory_to_lie(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Kernels are compiled for pointers to whole 16 bytes, and for offsets into what a tensor is part of: as for a
+    tensor of its own. A group of layers is no larger than that, but for a layer that is by itself."""
+    monkeypatch.setattr(allocate_module, "_MOST_OF_A_GROUP", most)
     cache = allocate(tp=4, draft_tokens=3)
     groups = (cache.conv, cache.ssm, cache.pending_u, cache.pending_ba)
-    assert len(cache.by_slot) == len(groups)
-    for group, words in zip(groups, cache.by_slot, strict=True):
+    assert sum(len(words) for words in cache.by_slot) == sum(len(group) for group in groups)
+    for group in groups:
         layers = list(group.values())
-        assert len(layers) > 1 and all(x.is_contiguous() for x in layers)
-        assert {(x.data_ptr() - layers[0].data_ptr()) % 512 for x in layers} == {0}
-        assert words.shape[:2] == (len(layers), 4)
-        assert words[0, 0].nbytes == layers[0][0].nbytes
+        assert len(layers) > 1
+        for x in layers:
+            storage = x.untyped_storage()
+            assert x.is_contiguous() and (x.data_ptr() - storage.data_ptr()) % 512 == 0
+            assert storage.nbytes() <= max(most, x.nbytes + 511)
+        pieces = {x.untyped_storage().data_ptr() for x in layers}
+        at_once = max(1, most // (layers[0].nbytes + -layers[0].nbytes % 512))
+        assert len(pieces) == -(-len(layers) // at_once)
+    for words in cache.by_slot:
+        words[:, 2] = 0x55
+    for group in groups:
+        for x in group.values():
+            assert not x[[0, 1, 3]].any() and x[2].view(torch.uint8).any()
+    clear_slots(cache, (2,))
+    assert not any(x.any() for group in groups for x in group.values())
 
 
 def test_a_stage_without_such_layers_has_nothing_to_clear() -> None:

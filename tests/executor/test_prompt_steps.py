@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -20,6 +20,7 @@ from rocm_serve.executor.loading import load_stage_model
 from rocm_serve.executor.local import LocalExecutor
 from rocm_serve.executor.prompt_steps import PromptSteps
 from rocm_serve.executor.runner import StageRunner
+from rocm_serve.executor.upload import Array, Upload
 from rocm_serve.messages import NewRequest, Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.ops.tiles_prefill import KEYS_AT_A_TIME
@@ -315,28 +316,53 @@ def plan_of(decodes: int, rows: tuple[int, ...], contexts: tuple[int, ...] | Non
     return Plan(0, (*(Work(rid, 3, 1, True, True, 1) for rid in range(decodes)), *prompts))
 
 
+@pytest.mark.parametrize("pending", [0, 2])
 @pytest.mark.parametrize(("decodes", "rows"), [(0, (70,)), (3, (500,)), (0, (70, 9)), (3, (9,) * 16), (64, (32,) * 16)])
-def test_a_replayed_step_costs_the_host_one_transfer_and_some_copies(decodes: int, rows: tuple[int, ...]) -> None:
+def test_a_replayed_step_costs_the_host_one_transfer_and_some_copies(
+    monkeypatch: pytest.MonkeyPatch, decodes: int, rows: tuple[int, ...], pending: int
+) -> None:
     """Whatever the layers: they are not called. A prompt that is alone never has the kernels of several."""
+    sent: list[int] = []
+    into = Upload.into
+
+    def counted(upload: Upload, target: torch.Tensor, arrays: Sequence[Array]) -> None:
+        sent.append(sum(array.nbytes for array in arrays))
+        into(upload, target, arrays)
+
     steps, passes = passing(captured=True)
     step = step_of(decodes, rows)
+    waiting = tuple((row, 1) for row in range(min(pending, decodes)))
+    step = replace(step, pending=waiting)
     assert steps.takes(plan_of(decodes, rows))
+    monkeypatch.setattr(Upload, "into", counted)
+    monkeypatch.setattr(Upload, "__call__", counted_call(sent))
     with Launches() as launches:
-        out_TH = steps.forward(step, None)
+        out_TH = steps.forward(step, None, torch.arange(9))
     assert out_TH.shape == (decodes + sum(rows), 8) and not passes.shared
-    assert 4 <= launches.count <= 6
+    assert len(sent) == 1 + bool(waiting)
+    assert sent[0] < 8 * (3 * (64 + 512) + 3 * 80) + step.pages_BP.nbytes, "pages of requests alone, not of padding"
+    assert 4 <= launches.count <= 7 + 2 * bool(waiting)
     plain, passes = passing(captured=False)
     plain.forward(step, None)
     assert passes.shared == [len(rows) > 1]
 
 
+def counted_call(sent: list[int]) -> Callable[..., list[torch.Tensor]]:
+    def call(upload: Upload, *arrays: Array) -> list[torch.Tensor]:
+        sent.append(sum(array.nbytes for array in arrays))
+        return [torch.from_numpy(array) for array in arrays]
+
+    return call
+
+
 class Launches(TorchFunctionMode):
     """Counts calls that give a GPU work: all but views, new memory, and questions about them."""
 
+    WORK = ("copy_", "fill_", "zero_", "__setitem__", "index_copy_", "index_select")
     count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") in ("copy_", "fill_", "zero_", "add", "__setitem__")
+        self.count += getattr(func, "__name__", "") in self.WORK
         return func(*args, **(kwargs or {}))
 
 

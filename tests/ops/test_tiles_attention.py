@@ -51,7 +51,7 @@ def test_a_batch_runs_the_tile_of_the_batch_that_it_is_padded_to() -> None:
 
 
 def test_the_rule_of_sm_90_finds_most_of_what_was_tuned_there() -> None:
-    """Winners had blocks of 32 KiB and as many programs as units; what differs is a number of warps, or one block."""
+    """Most winners had blocks of 32 KiB and as many programs as units; warps and stages may be others."""
     table = tiles.read_table(resources.files("rocm_serve.ops") / "tuned" / "sm_90.json")["attention_decode"]
     same = []
     for key, winner in table.items():
