@@ -369,6 +369,7 @@ def test_plan_takes_the_flags_of_a_launch_and_names_those_that_mean_nothing_to_i
     assert without_gpu.returncode == 0
     assert "not looked at: --page-size" in without_gpu.stderr
     assert_refused(here("plan", "--model", text_fp8, "--hbm-gib", "8", "--ep-size", "2"), "--ep 2", "--ep-size")
+    assert_refused(here("plan", "--model", text_fp8, "--gpu", "mi999"), "--gpu mi999: legal: mi300x", "--hbm-gib N")
 
 
 def test_a_report_of_nothing_is_one_line_and_exit_code_2(here: Callable[..., Run], tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from rocm_serve.executor.launched import Fetch, Launched
 from rocm_serve.executor.sample_rows import SampleRow
 from rocm_serve.executor.sampler import Sampler
 from rocm_serve.executor.step_rows import padded
-from rocm_serve.executor.upload import Array, Upload, offsets
+from rocm_serve.executor.upload import Array, Upload, offsets, views_of
 from rocm_serve.messages import Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.ops.sampling import rng
@@ -205,12 +205,8 @@ class DecodeSteps:
     def _views(self, size: int) -> _Size:
         rows = padded(size, self._multiple)
         blank = _blank(size, rows)
-        at = offsets([array.nbytes for array in blank])
-        views = [
-            self._inputs[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
-            for start, array in zip(at, blank, strict=False)
-        ]
-        return _Size(size, rows, at[-1], *views)
+        end = offsets([array.nbytes for array in blank])[-1]
+        return _Size(size, rows, end, *views_of(self._inputs, blank))
 
     def _fill(self, at: _Size, works: Sequence[Work], requests: Sequence[Request]) -> None:
         """Bring a step's inputs to their places; what is beyond its requests is padding.

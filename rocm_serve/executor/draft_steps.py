@@ -15,7 +15,7 @@ V ids of this rank.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -33,7 +33,7 @@ from rocm_serve.executor.sample_rows import SampledToken
 from rocm_serve.executor.sampler import Sampler
 from rocm_serve.executor.speculative import DraftModel, accepted_of
 from rocm_serve.executor.step_rows import padded
-from rocm_serve.executor.upload import Array, Upload, offsets
+from rocm_serve.executor.upload import Array, Upload, offsets, views_of
 from rocm_serve.messages import Plan, Sampled, StepResult, Work
 from rocm_serve.ops.batch import ForwardBatch, Replay, Sequences, StageCache
 from rocm_serve.ops.sampling.reference import NOTHING
@@ -198,7 +198,7 @@ class DraftSteps:
     def _views(self, ahead: int, size: int, fields: Fields[Array]) -> _Size:
         at = offsets([array.nbytes for array in fields])
         blank = torch.zeros(at[-1], dtype=torch.uint8)
-        for view, array in zip(_views_of(blank, fields), fields, strict=True):
+        for view, array in zip(views_of(blank, fields), fields, strict=True):
             view.copy_(torch.from_numpy(array))
         host = blank.clone()
         judged = np.zeros_like(fields.token_ids_T), np.zeros(size, dtype=np.int64)
@@ -208,9 +208,9 @@ class DraftSteps:
             at[-1],
             blank,
             host,
-            Fields(*(view.numpy() for view in _views_of(host, fields))),
-            Fields(*_views_of(self._inputs, fields)),
-            *_views_of(self._judged, judged),
+            Fields(*(view.numpy() for view in views_of(host, fields))),
+            Fields(*views_of(self._inputs, fields)),
+            *views_of(self._judged, judged),
         )
 
     def _fill(self, at: _Size, works: Sequence[Work], requests: Sequence[Request]) -> None:
@@ -383,12 +383,6 @@ def _check(
         places += [at.rows + b + at.size * i for i in range(work.proposals)]
         positions += [work.start + 2 + one.accepted + i for i in range(work.proposals)]
     sampler.tokens_of(found_F3[places], positions)
-
-
-def _views_of(memory: torch.Tensor, arrays: Sequence[Array]) -> Iterator[torch.Tensor]:
-    """Yield a view of bytes for each array, from its place of `offsets` on."""
-    for start, array in zip(offsets([x.nbytes for x in arrays]), arrays, strict=False):
-        yield memory[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
 
 
 def accepted_by(tokens_N: torch.Tensor, fields: Fields[torch.Tensor], ahead: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ from rocm_serve.executor.decode import DecodedModel
 from rocm_serve.executor.graphs import Recorder
 from rocm_serve.executor.inputs import HostRows, take_newest
 from rocm_serve.executor.step_rows import padded
-from rocm_serve.executor.upload import Array, Upload, offsets
+from rocm_serve.executor.upload import Array, Upload, offsets, views_of
 from rocm_serve.messages import Plan, Work
 from rocm_serve.ops.batch import ForwardBatch, Sequences, StageCache
 from rocm_serve.ops.tiles_prefill import KEY_UNIT, KEYS_AT_A_TIME
@@ -181,12 +181,8 @@ class PromptSteps:
 
     def _views(self, decodes: int, prompts: int, rows: int) -> _Size:
         empty = self._empty(decodes, prompts, rows)
-        at = offsets([array.nbytes for array in empty])
-        views = [
-            self._inputs[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
-            for start, array in zip(at, empty, strict=False)
-        ]
-        return _Size(decodes, prompts, rows, at[-1], *views)
+        end = offsets([array.nbytes for array in empty])[-1]
+        return _Size(decodes, prompts, rows, end, *views_of(self._inputs, empty))
 
     def _blank(self, at: _Size) -> None:
         self._upload.into(self._inputs, self._empty(at.decodes, at.prompts, at.rows))

@@ -21,6 +21,15 @@ def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate((size + -size % _ALIGN for size in sizes), initial=0))
 
 
+def views_of(memory: torch.Tensor, arrays: Sequence[Array]) -> list[torch.Tensor]:
+    """Return a view of `memory`, bytes, for each array, from its place of `offsets` on."""
+    at = offsets([array.nbytes for array in arrays])
+    return [
+        memory[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for start, array in zip(at, arrays, strict=False)
+    ]
+
+
 class _Staging:
     """A pinned buffer of the host and its last transfer."""
 
@@ -52,15 +61,12 @@ class Upload:
 
     def __call__(self, *arrays: Array) -> list[torch.Tensor]:
         """Return arrays as new tensors on the device."""
-        tensors = [torch.from_numpy(array) for array in arrays]
         if not self._staging:
-            return tensors
-        at = offsets([array.nbytes for array in arrays])
-        arrived = torch.empty(at[-1], dtype=torch.uint8, device=self.device)
+            return [torch.from_numpy(array) for array in arrays]
+        room = offsets([array.nbytes for array in arrays])[-1]
+        arrived = torch.empty(room, dtype=torch.uint8, device=self.device)
         self.into(arrived, arrays)
-        return [
-            arrived[start : start + x.nbytes].view(x.dtype).view(x.shape) for start, x in zip(at, tensors, strict=False)
-        ]
+        return views_of(arrived, arrays)
 
     def into(self, target: torch.Tensor, arrays: Sequence[Array]) -> None:
         """Write arrays to the beginning of `target`, bytes on the device, each from its place of `offsets` on."""

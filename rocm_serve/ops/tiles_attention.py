@@ -12,7 +12,7 @@ Tile = dict[str, int]
 Shape = Mapping[str, int]
 
 _PROGRAMS = 256  # that share the keys of a step: nearly one for each unit of an MI300X
-_PROGRAMS_SM90 = 128  # one for each unit of an H200, with blocks of twice the bytes: 1.2 to 1.3 times faster there
+_PROGRAMS_SM90 = 128  # one for each unit of an H200, with blocks of twice the bytes: 1.05 to 1.34 times faster there
 _MAX_SPLITS = 256
 _BLOCKS = (8 << 10, 32 << 10)  # bytes of a block of keys, at least and at most
 

@@ -316,8 +316,14 @@ def plan_of(decodes: int, rows: tuple[int, ...], contexts: tuple[int, ...] | Non
     return Plan(0, (*(Work(rid, 3, 1, True, True, 1) for rid in range(decodes)), *prompts))
 
 
-@pytest.mark.parametrize("pending", [0, 2])
-@pytest.mark.parametrize(("decodes", "rows"), [(0, (70,)), (3, (500,)), (0, (70, 9)), (3, (9,) * 16), (64, (32,) * 16)])
+@pytest.mark.parametrize(
+    ("decodes", "rows", "pending"),
+    [
+        *((0, (70,), 0), (0, (70, 9), 0)),
+        *((3, (500,), 0), (3, (500,), 2), (3, (9,) * 16, 0), (3, (9,) * 16, 3)),
+        *((64, (32,) * 16, 0), (64, (32,) * 16, 2)),
+    ],
+)
 def test_a_replayed_step_costs_the_host_one_transfer_and_some_copies(
     monkeypatch: pytest.MonkeyPatch, decodes: int, rows: tuple[int, ...], pending: int
 ) -> None:
@@ -331,17 +337,16 @@ def test_a_replayed_step_costs_the_host_one_transfer_and_some_copies(
 
     steps, passes = passing(captured=True)
     step = step_of(decodes, rows)
-    waiting = tuple((row, 1) for row in range(min(pending, decodes)))
-    step = replace(step, pending=waiting)
+    step = replace(step, pending=tuple((row, 1) for row in range(pending)))
     assert steps.takes(plan_of(decodes, rows))
     monkeypatch.setattr(Upload, "into", counted)
     monkeypatch.setattr(Upload, "__call__", counted_call(sent))
     with Launches() as launches:
         out_TH = steps.forward(step, None, torch.arange(9))
     assert out_TH.shape == (decodes + sum(rows), 8) and not passes.shared
-    assert len(sent) == 1 + bool(waiting)
+    assert len(sent) == 1 + bool(pending)
     assert sent[0] < 8 * (3 * (64 + 512) + 3 * 80) + step.pages_BP.nbytes, "pages of requests alone, not of padding"
-    assert 4 <= launches.count <= 7 + 2 * bool(waiting)
+    assert 4 <= launches.count <= 7 + 2 * bool(pending)
     plain, passes = passing(captured=False)
     plain.forward(step, None)
     assert passes.shared == [len(rows) > 1]
